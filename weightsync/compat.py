@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -279,7 +280,16 @@ def _merged(
         for into, offered in zip(handles, part.handles, strict=True):
             into.update({key: handle for key, handle in offered.items() if key not in into})
     _compare_bytes(manifest, exports, ranks)
-    return _update_info(manifest, handles, exports[0].fingerprints, packed=packed)
+    columns = codec.manifest_to_wire(manifest)
+    return IPCWeightTransferUpdateInfo(
+        names=columns.names,
+        dtype_names=columns.dtype_names,
+        shapes=columns.shapes,
+        ipc_handles=handles[0] if packed else handles,
+        tensor_sizes=[spec.nbytes for spec in manifest.specs] if packed else None,
+        packed=packed,
+        fingerprints=exports[0].fingerprints,
+    )
 
 
 def _compare_bytes(manifest: Manifest, exports: list[_Export], ranks: RankComm) -> None:
@@ -294,21 +304,6 @@ def _compare_bytes(manifest: Manifest, exports: list[_Export], ranks: RankComm) 
                 "gather or broadcast them first",
                 names=wrong,
             )
-
-
-def _update_info(
-    manifest: Manifest, handles: list[KeyedHandle], fingerprints: list[str], *, packed: bool
-) -> IPCWeightTransferUpdateInfo:
-    columns = codec.manifest_to_wire(manifest)
-    return IPCWeightTransferUpdateInfo(
-        names=columns.names,
-        dtype_names=columns.dtype_names,
-        shapes=columns.shapes,
-        ipc_handles=handles[0] if packed else handles,
-        tensor_sizes=[spec.nbytes for spec in manifest.specs] if packed else None,
-        packed=packed,
-        fingerprints=fingerprints,
-    )
 
 
 # Export of memory
@@ -342,19 +337,21 @@ def _unpacked(pairs: NamedTensors, exports_host: bool) -> Iterator[_Message]:
         flats = [as_bytes(tensor) for _, tensor in kept]
         # An empty tensor has no GPU memory to export.
         on_host = [not flat.is_cuda or not flat.numel() for flat in flats]
-        handles: list[KeyedHandle] = [{} for _ in flats]
+        segment = None
         if any(on_host) and exports_host:
-            sizes = [flat.numel() for flat, here in zip(flats, on_host, strict=True) if here]
-            segment = stack.enter_context(Segment.create(max(sum(map(aligned, sizes)), 1)))
-            at = 0
-            for i, flat in enumerate(flats):
-                if on_host[i]:
-                    segment.tensor(at, flat.numel()).copy_(flat)
-                    handles[i] = _host_handle(segment, at)
-                    at += aligned(flat.numel())
-        for i, flat in enumerate(flats):
-            if not on_host[i]:
-                handles[i] = _gpu_handle(flat)
+            nbytes = sum(aligned(flat.numel()) for flat in compress(flats, on_host))
+            segment = stack.enter_context(Segment.create(max(nbytes, 1)))
+        handles: list[KeyedHandle] = []
+        at = 0
+        for flat, here in zip(flats, on_host, strict=True):
+            if not here:
+                handles.append(_gpu_handle(flat))
+            elif segment is None:
+                handles.append({})
+            else:
+                segment.tensor(at, flat.numel()).copy_(flat)
+                handles.append(_host_handle(segment, at))
+                at += aligned(flat.numel())
         _synchronize(flats)
         complete = exports_host or not all(on_host)
         fingerprints = [to_hex(mix64(flat)) for flat in flats] if complete else []
@@ -494,15 +491,13 @@ def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
 def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver:
     """Return a function that calls `send_mode` and waits for its result if that is awaitable.
 
-    One event loop serves all messages of a call. Raises ConfigError if this thread already runs an
-    event loop, which would have to wait for itself.
+    One event loop serves all messages of a call. The function raises ConfigError if it would have
+    to wait in a thread that already runs an event loop, which would wait for itself.
     """
     try:
         loop_runs = asyncio.get_running_loop() is not None
     except RuntimeError:
         loop_runs = False
-    if loop_runs and inspect.iscoroutinefunction(send_mode):
-        raise _loop_is_running(send_mode)
     runner = asyncio.Runner()  # creates its loop on first use
     stack.callback(runner.close)
 
@@ -513,9 +508,13 @@ def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver
         if loop_runs:
             if inspect.iscoroutine(result):
                 result.close()
-            raise _loop_is_running(send_mode)
+            raise ConfigError(
+                f"send_mode {_name(send_mode)} has to be awaited, and {_CALL} was called by a "
+                "thread whose event loop is running: call it with asyncio.to_thread(), or give a "
+                "plain function"
+            )
         try:
-            runner.run(_within(result, timeout_s))
+            runner.run(asyncio.wait_for(result, timeout_s))
         except WeightSyncError:
             raise  # an error of the callable itself, which may be a timeout too
         except TimeoutError as exc:
@@ -525,17 +524,6 @@ def _caller(send_mode: _Deliver, timeout_s: float, stack: ExitStack) -> _Deliver
             ) from exc
 
     return call
-
-
-async def _within(result: Awaitable[object], timeout_s: float) -> None:
-    await asyncio.wait_for(result, timeout_s)
-
-
-def _loop_is_running(send_mode: object) -> ConfigError:
-    return ConfigError(
-        f"send_mode {_name(send_mode)} has to be awaited, and {_CALL} was called by a thread whose "
-        "event loop is running: call it with asyncio.to_thread(), or give a plain function"
-    )
 
 
 def _name(function: object) -> str:
