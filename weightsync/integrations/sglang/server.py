@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 from urllib.parse import parse_qs, urlsplit
 
 from weightsync.errors import (
-    AuthError,
     BackendUnavailableError,
     ConfigError,
     ConnectError,
@@ -23,12 +22,13 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
+from weightsync.integrations.engine_control import EngineControl, engine_url, reason_of
 from weightsync.integrations.pause_watch import PauseWatch
 from weightsync.integrations.sglang.files import WeightDirectory, read_manifest
 from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.receiver import WeightReceiver
 from weightsync.transports.base import BaseTransport
-from weightsync.transports.http import HttpTransport, json_object
+from weightsync.transports.http import json_object
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
@@ -56,6 +56,7 @@ _MODES = {"keep": "retract", "abort": "abort"}
 _PROBE_S = 10.0
 _INFO = ("model_info", "get_model_info")
 _SERVER = ("server_info", "get_server_info")
+_NO_CALL = b"the server has no such call"
 _MODEL_KEYS = frozenset({"model_path", "tokenizer_path", "is_generation"})
 
 
@@ -79,13 +80,17 @@ class SglangFacts:
         return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
-class SglangControl(HttpTransport):
+class SglangControl(EngineControl):
     """Calls to the SGLang server at `url`. Each raises WeightSyncError.
 
     `pause_mode` is the user's choice; `greet` replaces `auto`.
     """
 
     pause_mode: Pause = "auto"
+    auth_advice = "give as token= its --admin-api-key, or its --api-key where it has no other"
+
+    def is_kind(self, *, timeout_s: float) -> bool:
+        return bool(self.read_model_info(timeout_s=timeout_s))
 
     def greet(self, *, timeout_s: float) -> SglangFacts:
         """Return the server's facts. Raises BackendUnavailableError where it must not be used."""
@@ -118,7 +123,7 @@ class SglangControl(HttpTransport):
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
         """Pause generation; `mode` is `keep` or `abort`, for the requests in flight."""
-        self._post("pause_generation", {"mode": _MODES[mode]}, timeout_s)
+        self._request("pause_generation", {"mode": _MODES[mode]}, timeout_s)
 
     def watch_pauses(self, *, verify_tls: bool | str) -> PauseWatch:
         """Return a PauseWatch, which resumes the server when this process dies."""
@@ -127,16 +132,16 @@ class SglangControl(HttpTransport):
 
     def proceed(self, *, timeout_s: float) -> None:
         """Resume generation."""
-        self._post("continue_generation", {}, timeout_s)
+        self._request("continue_generation", {}, timeout_s)
 
     def flush_cache(self, *, timeout_s: float) -> None:
         """Flush the prefix cache. Raises RemoteError while requests are running."""
-        self._post("flush_cache", {}, timeout_s)
+        self._request("flush_cache", {}, timeout_s)
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Set the server's `weight_version`."""
         body = {"new_version": version, "abort_all_requests": False}
-        self._post("update_weight_version", body, timeout_s)
+        self._request("update_weight_version", body, timeout_s)
 
     def load(
         self, directory: Path, version: str | None, *, clear_cache: bool, timeout_s: float
@@ -161,9 +166,9 @@ class SglangControl(HttpTransport):
             ) from exc
         found = json_object(answer)
         if status in (401, 403):
-            raise self._auth_error("update_weights_from_disk", status)
+            raise self._error("update_weights_from_disk", status, answer)
         if status != 200 or found.get("success") is not True:
-            reason = _reason(found, answer)
+            reason = reason_of(answer)
             raise TransferError(
                 f"{self.target} did not load the weights ({status}): {reason}. {_hint(reason)}"
             )
@@ -197,31 +202,8 @@ class SglangControl(HttpTransport):
                 raise self._error(call, status, answer)
         return None
 
-    def _post(self, call: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        status, answer = self._exchange(call, json.dumps(body).encode(), timeout_s)
-        found = json_object(answer)
-        if status == 200 and found.get("success") is not False:
-            return found
-        raise self._error(call, status, answer)
-
     def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
-        if status in (401, 403):
-            return self._auth_error(call, status)
-        reason = _reason(json_object(answer), answer)
-        if status == 404:
-            reason = "the server has no such call"
-        return RemoteError(
-            f"{self.target}: {call} answered {status}: {reason}",
-            remote_type=f"HTTP {status}",
-            remote_message=reason,
-        )
-
-    def _auth_error(self, call: str, status: int) -> AuthError:
-        return AuthError(
-            f"{self.target} refused {call} with {status}; give as token= its --admin-api-key, or "
-            "its --api-key where it has no other",
-            status=status,
-        )
+        return super()._error(call, status, _NO_CALL if status == 404 else answer)
 
 
 _TORN = (
@@ -230,22 +212,7 @@ _TORN = (
 )
 
 
-def is_sglang(
-    url: str, token: str | None, *, verify_tls: bool | str = True, timeout_s: float = 5.0
-) -> bool:
-    """Whether the server at `url` is SGLang's; False where it does not answer.
-
-    The probe changes nothing, and only the server's HTTP process handles it.
-    """
-    probe = SglangControl(url, token, verify_tls=verify_tls)
-    try:
-        probe.read_model_info(timeout_s=timeout_s)
-    except (TransportError, ProtocolError, RemoteError, AuthError):
-        return False
-    else:
-        return True
-    finally:
-        probe.close()
+is_sglang = SglangControl.serves
 
 
 def _hint(reason: str) -> str:
@@ -260,13 +227,6 @@ def _hint(reason: str) -> str:
             "read there? Name another one with ?directory=, and call send_weights() again"
         )
     return _TORN
-
-
-def _reason(found: dict[str, Any], answer: bytes) -> str:
-    error = found.get("error")
-    inner = error.get("message") if isinstance(error, dict) else error
-    reason = found.get("message") or found.get("detail") or inner
-    return str(reason or answer[:300].decode("utf-8", "replace")).strip().rstrip(".")
 
 
 def _parse_version(text: object) -> tuple[int, ...]:
@@ -307,10 +267,7 @@ class SglangTarget:
         """
         if not target.startswith(SCHEME):
             return None
-        url, _, query = target.removeprefix(SCHEME).partition("?")
-        if urlsplit(url).scheme not in ("http", "https"):
-            # The message leaves the target out: it may contain a password.
-            raise ConfigError("a target of sglang+ is no HTTP URL; give sglang+http://host:port")
+        url, _, query = engine_url(target, SCHEME).partition("?")
         options = {name: values[-1] for name, values in parse_qs(query).items()}
         unknown = sorted(options.keys() - {"directory", "pause", "names"})
         names = options.get("names", "checked")

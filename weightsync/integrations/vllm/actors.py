@@ -23,7 +23,11 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations.vllm import rpc as vllm_rpc
-from weightsync.integrations.vllm.server import VllmWorkerTransport, worker_transports
+from weightsync.integrations.vllm.server import (
+    VllmWorkerTransport,
+    cache_in_use,
+    worker_transports,
+)
 from weightsync.transports.base import BaseTransport
 
 _GREETING_S = 300.0
@@ -83,11 +87,7 @@ class _Engine(BaseTransport):
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         if self._do("reset_prefix_cache", timeout_s, reset_running_requests=True) is False:
-            raise RemoteError(
-                f"{self._target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
-                remote_type="bool",
-                remote_message="False",
-            )
+            raise cache_in_use(self.target)
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         self._do("update_weight_version", timeout_s, version)

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import copy
 import enum
-import json
 import logging
 import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Protocol
 
 import msgspec
 
 from weightsync.errors import (
-    AuthError,
     BackendUnavailableError,
-    ConfigError,
     ConnectError,
     ProtocolError,
     RemoteError,
-    TransportError,
     WeightSyncError,
 )
+from weightsync.integrations.engine_control import EngineControl, engine_url, reason_of
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.rpc import Call, Round, WorkerAnswer
 from weightsync.transports.base import BaseTransport
-from weightsync.transports.http import HttpTransport, json_object
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (
     CALL_OF,
@@ -57,8 +52,11 @@ _DEV_MODE = (
 )
 
 
-class VllmHttpControl(HttpTransport):
+class VllmHttpControl(EngineControl):
     """A VllmControl of the server at `url`."""
+
+    def is_kind(self, *, timeout_s: float) -> bool:
+        return self._request("version", None, timeout_s).keys() == {"version"}
 
     def greet(self, *, timeout_s: float) -> None:
         """Check that the workers have our engine, before the first RPC to them.
@@ -66,10 +64,10 @@ class VllmHttpControl(HttpTransport):
         An RPC that raises in one of several workers breaks every later one. Raises
         BackendUnavailableError, which says how to start the server.
         """
-        size = self._request("get_world_size", None, timeout_s, get=True)
+        size = self._request("get_world_size", None, timeout_s)
         if not size or size.get("world_size") == 1:
             return  # a single worker without the method says so, and nothing is lost
-        info = self._request("server_info?config_format=json", None, timeout_s, get=True)
+        info = self._request("server_info?config_format=json", None, timeout_s)
         config = info.get("vllm_config")
         if not isinstance(config, dict):
             return
@@ -84,86 +82,55 @@ class VllmHttpControl(HttpTransport):
         return self._request("collective_rpc", body, timeout_s).get("results")
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        return bool(self._request("is_paused", None, timeout_s, get=True).get("is_paused"))
+        return bool(self._request("is_paused", None, timeout_s).get("is_paused"))
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        self._request(f"pause?mode={mode}", None, timeout_s)
+        self._request(f"pause?mode={mode}", {}, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        self._request("resume", None, timeout_s)
+        self._request("resume", {}, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Reset the prefix cache; running requests compute theirs again."""
-        found = self._request("reset_prefix_cache?reset_running_requests=true", None, timeout_s)
-        if found.get("success") is False:
-            raise RemoteError(
-                f"{self.target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
-                remote_type="HTTP 200",
-                remote_message="success: false",
-            )
+        self._request("reset_prefix_cache?reset_running_requests=true", {}, timeout_s)
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         self._request("update_weight_version", {"new_version": version}, timeout_s)
 
-    def _request(
-        self, call: str, body: dict[str, Any] | None, timeout_s: float, *, get: bool = False
-    ) -> dict[str, Any]:
-        """Return the JSON object that the server answers; empty where it answers none."""
-        data = b"" if body is None else json.dumps(body).encode()
-        status, answer = self._exchange(call, None if get else data, timeout_s)
-        if status == 200:
-            return json_object(answer)
-        verb = call.partition("?")[0]
-        if status in (401, 403):
-            raise AuthError(f"{self.target} refused {verb} with {status}", status=status)
+    def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
         if status == 404:
-            raise BackendUnavailableError(f"{self.target} has no {verb}: {_DEV_MODE}")
-        raise _answered(f"{self.target}: {verb}", status, answer)
+            return BackendUnavailableError(f"{self.target} has no {call}: {_DEV_MODE}")
+        if status == 200:  # with "success": false
+            return cache_in_use(self.target)
+        error = super()._error(call, status, answer)
+        if vllm_rpc.lacks_engine(str(error)):
+            return BackendUnavailableError(
+                f"{self.target}: {call}: the workers of this vLLM have no engine of weightsync; "
+                f"{_START} ({reason_of(answer)})"
+            )
+        if "Worker failed with error" in str(error):
+            error.args = (
+                f"{error}; if that is about another call, an earlier one raised in one of several "
+                "workers, and vLLM's answers are late by one since then: restart the server",
+            )
+        return error
 
 
-def is_vllm(
-    url: str, token: str | None, *, verify_tls: bool | str = True, timeout_s: float = 5.0
-) -> bool:
-    """Whether the server at `url` is vLLM's; False where it does not answer.
+is_vllm = VllmHttpControl.serves
 
-    Only the server's HTTP process handles the probe, so busy workers do not delay it.
-    """
-    probe = HttpTransport(url, token, verify_tls=verify_tls)
-    try:
-        status, answer = probe.get("version", timeout_s=timeout_s)
-        return status == 200 and set(json_object(answer)) == {"version"}
-    except (TransportError, ProtocolError):
-        return False
-    finally:
-        probe.close()
+
+def cache_in_use(target: str) -> RemoteError:
+    """Return the error of a server or engine whose prefix cache was not reset."""
+    return RemoteError(
+        f"{target}: reset_prefix_cache forgot nothing, since blocks of it are in use",
+        remote_type="vLLM",
+        remote_message="success: false",
+    )
 
 
 def plain_url(target: str) -> str | None:
     """Return the URL of a target `vllm+http://…`; None for another target."""
-    if not target.startswith(SCHEME):
-        return None
-    url = target.removeprefix(SCHEME)
-    if urlsplit(url).scheme not in ("http", "https"):
-        # The message leaves the target out: it may contain a password.
-        raise ConfigError("a target of vllm+ is no HTTP URL; give vllm+http://host:port")
-    return url
-
-
-def _answered(what: str, status: int, answer: bytes) -> WeightSyncError:
-    text = problem.foreign_reason(answer) or answer[:300].decode("utf-8", "replace")
-    if vllm_rpc.lacks_engine(text):
-        return BackendUnavailableError(
-            f"{what}: the workers of this vLLM have no engine of weightsync; {_START} ({text})"
-        )
-    hint = ""
-    if "Worker failed with error" in text:
-        hint = (
-            "; if that is about another call, an earlier one raised in one of several workers, and "
-            "vLLM's answers are late by one since then: restart the server"
-        )
-    return RemoteError(
-        f"{what} answered {status}: {text}{hint}", remote_type=f"HTTP {status}", remote_message=text
-    )
+    return engine_url(target, SCHEME) if target.startswith(SCHEME) else None
 
 
 logger = logging.getLogger(__name__)
