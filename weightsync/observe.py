@@ -250,12 +250,12 @@ class ProgressObserver(Observer):
         self._started = 0.0
         self._engines: dict[str, TransferProgress] = {}
         self._calls: dict[str, ObservedCall] = {}
-        self._done: dict[str, int] = {}
+        self._done: set[str] = set()
 
     def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
         """Start the calls: the engines know the stream of the update now."""
         self._phase = "transfer"
-        self._calls, self._done = {}, {}
+        self._calls, self._done = {}, set()
         self._engines = {transfer.backend: transfer.progress for transfer in transfers}
         layouts = [progress.layout for progress in self._engines.values()]
         self._total = layouts[-1].manifest.nbytes if layouts else nbytes
@@ -282,7 +282,7 @@ class ProgressObserver(Observer):
 
     def on_reply(self, call: ObservedCall, reply: Reply | WeightSyncError | None) -> None:
         if isinstance(call.request, UpdateRequest) and not isinstance(reply, WeightSyncError):
-            self._done[call.target] = self._total
+            self._done.add(call.target)
 
     def on_done(self, error: BaseException | None) -> None:
         """Make the last call of the update, from the thread that made the others."""
@@ -295,7 +295,7 @@ class ProgressObserver(Observer):
         if thread.is_alive():
             logger.warning("the progress callback still runs after the end of its update")
         self._version, self._engines = None, {}
-        self._calls, self._done = {}, {}
+        self._calls, self._done = {}, set()
 
     def _run(self, stop: threading.Event) -> None:
         while True:
@@ -315,14 +315,13 @@ class ProgressObserver(Observer):
             stop.wait(INTERVAL_S)
 
     def _snapshot(self) -> Progress:
-        total, calls, engines = self._total, dict(self._calls), self._engines
-        done = {target: self._done.get(target, 0) for target in calls}
-        if self._phase == "done":
-            done = dict.fromkeys(done, total)
-        for target, call in calls.items():
+        total, engines, done = self._total, self._engines, dict[str, int]()
+        for target, call in dict(self._calls).items():
             progress = engines.get(call.backend) if call.rank == 0 else None
-            if progress is not None and not done[target]:
-                done[target] = min(_taken(progress, call.reader), total)
+            if self._phase == "done" or target in self._done:
+                done[target] = total
+            else:
+                done[target] = min(_taken(progress, call.reader), total) if progress else 0
         finished = self._phase == "done" or (self._phase == "finish" and not done)
         return Progress(
             phase=self._phase,

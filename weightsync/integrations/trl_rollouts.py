@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
@@ -42,15 +41,6 @@ class ServedCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     completions: list[ServedCompletion]
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """`n` completions of one prompt; the first of them is number `first` of all prompts."""
-
-    prompt: list[int]
-    n: int
-    first: int
 
 
 class ServedRollouts:
@@ -114,15 +104,12 @@ class ServedRollouts:
     def _generate(
         self, prompts: list[list[int]], sampling: dict[str, Any], seed: int
     ) -> list[ServedCompletion]:
-        found: dict[int, ServedCompletion] = {}
+        completions: list[ServedCompletion] = []
         for number, batch in enumerate(_batches(_groups(prompts))):
-            n = batch[0].n
-            fields = {**sampling, "prompts": [group.prompt for group in batch], "n": n}
+            chosen = [prompts[group[0]] for group in batch]
+            fields = {**sampling, "prompts": chosen, "n": len(batch[0])}
             fields["seed"] = (seed + number) % 2**63
-            answers = self._client.generate(fields, timeout_s=self._timeout_s)
-            places = [group.first + k for group in batch for k in range(n)]
-            found.update(zip(places, answers, strict=True))
-        completions = [found[at] for at in range(len(prompts))]
+            completions += self._client.generate(fields, timeout_s=self._timeout_s)
         for completion in completions:
             for span in completion.weight_versions:
                 self.made_by[span.version] += span.stop - span.start
@@ -223,20 +210,18 @@ def _tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
     return [list(ids) for ids in found]
 
 
-def _groups(prompts: list[list[int]]) -> Iterator[_Group]:
-    """Yield runs of equal prompts, none longer than a request may have."""
+def _groups(prompts: list[list[int]]) -> Iterator[range]:
+    """Yield the positions of equal prompts in a row, no more than one prompt's may be."""
     first = 0
-    for prompt, same in groupby(prompts):
-        left = len(list(same))
-        while left:
-            n = min(left, _MAX_N)
-            yield _Group(prompt, n, first)
-            first, left = first + n, left - n
+    for _, same in groupby(prompts):
+        end = first + len(list(same))
+        yield from (range(at, min(at + _MAX_N, end)) for at in range(first, end, _MAX_N))
+        first = end
 
 
-def _batches(groups: Iterator[_Group]) -> Iterator[list[_Group]]:
-    """Yield groups for one request each: of one size, and within the server's limits."""
-    for n, same in groupby(groups, key=lambda group: group.n):
+def _batches(groups: Iterator[range]) -> Iterator[list[range]]:
+    """Yield groups for one request each, in order: of one size, and within the server's limits."""
+    for n, same in groupby(groups, key=len):
         size = max(1, min(_MAX_PROMPTS, _MAX_COMPLETIONS // n))
         found = list(same)
         yield from (found[at : at + size] for at in range(0, len(found), size))
