@@ -132,7 +132,13 @@ class IPCWeightTransferEngine:
             hosts = ranks.exchange(host_key().encode())
             # All ranks of a host could export host memory; the first of them does.
             exports_host = hosts.index(hosts[ranks.rank]) == ranks.rank
-            messages = stack.enter_context(closing(_messages(iterator, args, exports_host)))
+            stack.callback(handles.collect)
+            exported = (
+                _packed(iterator, args.packed_buffer_size_bytes, exports_host)
+                if args.packed
+                else _unpacked(iterator, exports_host)
+            )
+            messages = stack.enter_context(closing(exported))
             while (info := _merged(ranks, messages, packed=args.packed)) is not None:
                 ranks.together(partial(deliver, info) if deliver else _nothing)
 
@@ -306,27 +312,11 @@ def _compare_bytes(manifest: Manifest, exports: list[_Export], ranks: RankComm) 
             )
 
 
-# Export of memory
+# Export of memory: always of a GPU's, and of the host's if `exports_host`. The memory of a message
+# stays valid until the next message is requested.
 
 
-def _messages(
-    pairs: NamedTensors, args: IPCTrainerSendWeightsArgs, exports_host: bool
-) -> Generator[_Message]:
-    """Yield one message, or, packed, one per buffer.
-
-    The memory of a message stays valid until the next message is requested. Host memory is exported
-    if `exports_host`, GPU memory always.
-    """
-    try:
-        if args.packed:
-            yield from _packed(pairs, args.packed_buffer_size_bytes, exports_host)
-        else:
-            yield from _unpacked(pairs, exports_host)
-    finally:
-        handles.collect()
-
-
-def _unpacked(pairs: NamedTensors, exports_host: bool) -> Iterator[_Message]:
+def _unpacked(pairs: NamedTensors, exports_host: bool) -> Generator[_Message]:
     given = list(pairs)
     watch = SourceWatch()
     with ExitStack() as stack:
@@ -371,7 +361,7 @@ def _check_unchanged(names: list[str]) -> None:
         )
 
 
-def _packed(pairs: NamedTensors, limit: int, exports_host: bool) -> Iterator[_Message]:
+def _packed(pairs: NamedTensors, limit: int, exports_host: bool) -> Generator[_Message]:
     """Yield one message per group: copy the group into the bucket and export the bucket."""
     bucket: _Bucket | None = None
     try:

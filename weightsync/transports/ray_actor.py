@@ -55,8 +55,8 @@ class RayActorTransport(BaseTransport):
         self._check_open()
         call = CALL_OF[type(request)]
         self._count(len(codec.encode(request)))
-        ref = _submit(self._method, codec.to_plain(request), self.target, call)
-        return _open(_get(ref, timeout_s, self.target, call), self.target, call)
+        ref = submit(self._method, self.target, call, codec.to_plain(request))
+        return _open(result_of(ref, timeout_s, self.target, call), self.target, call)
 
 
 def actor_name(actor: object) -> str:
@@ -74,13 +74,15 @@ def tell_all(
     """
     deadline = time.monotonic() + timeout_s
     refs = [
-        (name := actor_name(actor), _attempt(_submit, _method(actor, call), body, name, call))
+        (name := actor_name(actor), _attempt(submit, _method(actor, call), name, call, body))
         for actor in actors
     ]
     failed: list[tuple[str, WeightSyncError]] = []
     for name, ref in refs:
         left = max(deadline - time.monotonic(), 0.0)
-        done = ref if isinstance(ref, WeightSyncError) else _attempt(_get, ref, left, name, call)
+        done = (
+            ref if isinstance(ref, WeightSyncError) else _attempt(result_of, ref, left, name, call)
+        )
         if isinstance(done, WeightSyncError):
             failed.append((name, done))
     if failed:
@@ -105,11 +107,12 @@ def _attempt(function: Any, *args: object) -> Any:
         return exc
 
 
-def _submit(method: Any, message: Mapping[str, object], target: str, call: str) -> Any:
+def submit(method: Any, target: str, call: str, *args: object, **kwargs: object) -> Any:
+    """Call `method` of an actor, named `call` in messages; return the reference to its result."""
     if not ray.is_initialized():  # `remote` would start a cluster of its own
         raise ConnectError(f"{target}: {call} needs Ray, which has been shut down; connect again")
     try:
-        return method.remote(message)
+        return method.remote(*args, **kwargs)
     except Exception as exc:
         raise ConnectError(
             f"{target} cannot be reached for {call}: {_one_line(exc)}; is it alive, and "
@@ -117,7 +120,8 @@ def _submit(method: Any, message: Mapping[str, object], target: str, call: str) 
         ) from exc
 
 
-def _get(ref: Any, timeout_s: float, target: str, call: str) -> Any:
+def result_of(ref: Any, timeout_s: float, target: str, call: str) -> Any:
+    """Return the result of `call`, a method of an actor, or raise its error as one of ours."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as exc:

@@ -9,7 +9,6 @@ The actor's class is vLLM's `LLM` or `AsyncLLM`, or derives from one: `ray.remot
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -17,9 +16,7 @@ from typing import Any
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
-    ConnectError,
     RemoteError,
-    TransportTimeout,
     WeightSyncError,
 )
 from weightsync.integrations.vllm import rpc as vllm_rpc
@@ -43,7 +40,8 @@ def vllm_targets(engine: Any, *, name: str | None = None) -> list[VllmWorkerTran
     anything else, and for an AsyncLLM in this process: a call would block its event loop.
     """
     if type(engine).__module__.partition(".")[0] == "ray":
-        control = _Engine(_through_ray(engine), name or _actor_name(engine), engine)
+        target = name or _actor_name(engine)
+        control = _Engine(_through_ray(engine, target), target, engine)
     elif inspect.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
         raise ConfigError(
             "an AsyncLLM in the trainer's process cannot be waited for here; put it into a Ray "
@@ -99,15 +97,17 @@ class _Engine(BaseTransport):
         self._count(nbytes)
         try:
             return self._call(method, timeout_s, *args, **kwargs)
-        except WeightSyncError:
-            raise
         except Exception as exc:
+            if isinstance(exc, WeightSyncError) and not isinstance(exc, RemoteError):
+                raise
             if method == "collective_rpc" and vllm_rpc.lacks_engine(str(exc)):
                 raise BackendUnavailableError(
                     f"{self._target}: the workers of this vLLM have no engine of weightsync; make "
                     'it with weight_transfer_config={"backend": "weightsync"}, in an environment '
                     f"in which weightsync is installed ({exc})"
                 ) from exc
+            if isinstance(exc, RemoteError):
+                raise
             raise RemoteError(
                 f"{self._target}: {method} raised {type(exc).__name__}: {exc}",
                 remote_type=type(exc).__name__,
@@ -122,21 +122,12 @@ def _in_process(engine: Any) -> Call:
     return call
 
 
-def _through_ray(handle: Any) -> Call:
-    ray = import_module("ray")
-    errors = import_module("ray.exceptions")
+def _through_ray(handle: Any, target: str) -> Call:
+    ray_actor = import_module("weightsync.transports.ray_actor")
 
     def call(method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-        started = time.monotonic()
-        try:
-            return ray.get(getattr(handle, method).remote(*args, **kwargs), timeout=timeout_s)
-        except errors.GetTimeoutError as exc:
-            waited = time.monotonic() - started
-            raise TransportTimeout(f"the actor did not answer {method} in {waited:.0f} s") from exc
-        except errors.RayTaskError:
-            raise
-        except errors.RayError as exc:
-            raise ConnectError(f"the actor cannot be reached for {method}: {exc}") from exc
+        ref = ray_actor.submit(getattr(handle, method), target, method, *args, **kwargs)
+        return ray_actor.result_of(ref, timeout_s, target, method)
 
     return call
 

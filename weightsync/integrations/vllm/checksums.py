@@ -23,34 +23,37 @@ def held_checksums(model: nn.Module, names: Iterable[str] | None = None) -> dict
 
     Raises ConfigError for unknown names, and for a layer that cannot be read.
     """
-    layers = _places(model)
-    chosen = list(layers) if names is None else list(names)
-    unknown = [name for name in chosen if name not in layers]
+    places = _places(model)
+    chosen = list(places) if names is None else list(names)
+    unknown = [name for name in chosen if name not in places]
     if unknown:
         raise ConfigError(
             f"{shorten(unknown)}: no parameters of this worker; vLLM's names are like "
-            f"{shorten(layers, 3)}"
+            f"{shorten(places, 3)}"
         )
     with torch.inference_mode(False), torch.no_grad():
-        return {name: to_hex(_fingerprint(name, layers[name])) for name in chosen}
+        return {name: to_hex(_fingerprint(name, *places[name])) for name in chosen}
 
 
-def _places(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return a reader of each parameter, in every place where it is used."""
-    places: dict[str, Callable[[], torch.Tensor]] = {}
-    for path, layer in model.named_modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:
-                places[f"{path}.{name}" if path else name] = _reader(layer, name, parameter)
-    return places
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Return each parameter and its layer, by name, in every place where it is used."""
+    return {
+        f"{path}.{name}" if path else name: (layer, parameter)
+        for path, layer in model.named_modules()
+        for name, parameter in layer._parameters.items()
+        if parameter is not None
+    }
 
 
-def _reader(layer: nn.Module, name: str, parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _fingerprint(name: str, layer: nn.Module, parameter: torch.Tensor) -> int:
     packed = getattr(layer, "cpu_linear", None)
     looked_up = type(layer).__name__ == "VocabParallelEmbedding"  # read by row, never multiplied
-    if name == "weight" and callable(packed) and not looked_up:
-        return lambda: _unpacked(layer, parameter, packed)
-    return lambda: parameter
+    if callable(packed) and parameter is layer._parameters.get("weight") and not looked_up:
+        parameter = _unpacked(layer, parameter, packed)
+    held = parameter.detach().contiguous()
+    if not held.numel():
+        raise ConfigError(f"{name} is empty here: its layer keeps the weight in a form of its own")
+    return mix64(as_bytes(held))
 
 
 def _unpacked(
@@ -67,10 +70,3 @@ def _unpacked(
         units[:, start : start + _ROWS].fill_diagonal_(1)
         rows.append(linear(units, weight, None))
     return torch.cat(rows).t().contiguous()
-
-
-def _fingerprint(name: str, read: Callable[[], torch.Tensor]) -> int:
-    held = read().detach().contiguous()
-    if not held.numel():
-        raise ConfigError(f"{name} is empty here: its layer keeps the weight in a form of its own")
-    return mix64(as_bytes(held))

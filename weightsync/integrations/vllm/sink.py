@@ -368,9 +368,10 @@ class VllmSink(WeightSink):
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.reload = Reload(model, vllm_config)
         self._device = device
-        self._config = vllm_config.model_config
+        config = vllm_config.model_config
+        self._ties_head = getattr(config.hf_text_config, "tie_word_embeddings", False)
         self._pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
-        self._checkpoint = _checkpoint_manifest(self._config)
+        self._checkpoint = _checkpoint_manifest(config)
         self._known: dict[str, ManifestDifference] = {}
 
     @property
@@ -439,9 +440,8 @@ class VllmSink(WeightSink):
 
         A model that ties its head itself gets a tied tensor once.
         """
-        tied = getattr(self._config.hf_text_config, "tie_word_embeddings", False)
         names = [spec.name for spec in manifest.specs]
-        return names if tied else [*names, *manifest.aliases]
+        return names if self._ties_head else [*names, *manifest.aliases]
 
     def _find_difference(self, offered: Manifest) -> ManifestDifference:
         if self.reload.is_open:
@@ -456,21 +456,14 @@ class VllmSink(WeightSink):
         if wanted and not known.missing:
             return known  # the model was loaded from the same tensors
         trial = try_out(self.reload, offered, self.given_names(offered))
-        unexpected = known.unexpected if wanted else self._unexpected(offered, trial)
-        missing = known.missing if wanted else self._untouched(trial)
-        return ManifestDifference(
-            tuple(missing), tuple(unexpected), tuple(trial.mismatched), tuple(trial.cut)
-        )
-
-    def _unexpected(self, offered: Manifest, trial: Trial) -> list[str]:
-        """Without a checkpoint: the names that no loader took, where this worker has all layers."""
-        if self._pipeline:
-            return []
-        return [name for name in trial.ignored if name not in offered.aliases]
-
-    def _untouched(self, trial: Trial) -> list[str]:
-        tied = getattr(self._config.hf_text_config, "tie_word_embeddings", False)
-        return [name for name in trial.untouched if not (tied and "lm_head" in name)]
+        missing, unexpected = known.missing, known.unexpected
+        if not wanted:
+            tied = self._ties_head
+            missing = tuple(n for n in trial.untouched if not (tied and "lm_head" in n))
+            # With pipeline stages, this worker has not all layers.
+            ignored = [] if self._pipeline else trial.ignored
+            unexpected = tuple(n for n in ignored if n not in offered.aliases)
+        return ManifestDifference(missing, unexpected, tuple(trial.mismatched), tuple(trial.cut))
 
 
 class _AwakeLoadTarget(LoadTarget):
