@@ -11,7 +11,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +163,7 @@ class WeightDirectory:
         self._private = directory is None
         self._guard = threading.Lock()
         self._home: Path | None = None
-        self._lock: OwnerLock | None = None
+        self._forget_home: Callable[[], object] = lambda: None
         self._snapshot: Snapshot | None = None
         self._sharers = 0
         if directory is not None:
@@ -179,7 +179,8 @@ class WeightDirectory:
         with self._guard:
             self._sharers -= 1
             if self._sharers <= 0:
-                self._remove_home()
+                self._forget_home()
+                self._home = self._snapshot = None
 
     def join(self, update_id: str, member: object) -> Snapshot:
         """Join an update as `member`; the first member writes the files. TransferError if busy."""
@@ -226,14 +227,9 @@ class WeightDirectory:
         except OSError as exc:
             shutil.rmtree(home, ignore_errors=True)
             raise TransferError(f"no directory for weights in {self._base}: {exc}") from exc
-        self._home, self._lock = home, lock
-        weakref.finalize(self, _forget, home, lock)
+        self._home = home
+        self._forget_home = weakref.finalize(self, _forget, home, lock)
         return home
-
-    def _remove_home(self) -> None:
-        if self._home is not None and self._lock is not None:
-            _forget(self._home, self._lock)
-        self._home = self._lock = self._snapshot = None
 
 
 class Snapshot:
@@ -255,7 +251,12 @@ class Snapshot:
     def add(self, shards: Sequence[Shard]) -> SnapshotWriter:
         """Create files, with all bytes allocated. Raises TransferError where space is missing."""
         nbytes = sum(shard.nbytes for shard in shards)
-        self._check_room(nbytes)
+        room = shutil.disk_usage(self._base).free
+        if nbytes > room:
+            raise TransferError(
+                f"{self._base} has {room} bytes left, and the weights take {nbytes}; make room, "
+                "or name another directory that the server sees too"
+            )
         places: dict[str, tuple[int, int]] = {}
         files: dict[str, tuple[str, ...]] = {}
         with ExitStack() as opened:
@@ -311,14 +312,6 @@ class Snapshot:
         """Remove every file."""
         for path in (self._draft, self.weights):
             shutil.rmtree(path, ignore_errors=True)
-
-    def _check_room(self, nbytes: int) -> None:
-        room = shutil.disk_usage(self._base).free
-        if nbytes > room:
-            raise TransferError(
-                f"{self._base} has {room} bytes left, and the weights take {nbytes}; make room, "
-                "or name another directory that the server sees too"
-            )
 
 
 class SnapshotWriter:
