@@ -82,7 +82,7 @@ class TestCopies:
         plan: Any = SimpleNamespace(units=[])
         target: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
         source: Any = SimpleNamespace(tensors=[on(SECOND)], on_host=lambda: False)
-        monkeypatch.setattr(base, "compiler_for", lambda *_: None)
+        monkeypatch.setattr(base, "UnitCompiler", lambda *_: None)
         assert base.copy_tensors(plan, target, source, lambda: None) == []
         assert driver.log == ["waited for cuda:1, stream 0"]
 

@@ -12,9 +12,9 @@ from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.checksums import WORD
 from weightsync.weights.copy_plan import (
     CompiledUnit,
-    DeviceCompiler,
     DeviceCopyUnit,
     Memory,
+    UnitCompiler,
     joined,
 )
 from weightsync.weights.fingerprint import mix64, mixed_rows
@@ -94,8 +94,8 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
     if not plan.units:
         return
     flats = [around[at] for around, at in sources]
-    compiler = DeviceCompiler(plan, Memory([around[at] for around, at in targets]))
-    units = [compiler.compile(unit, Memory(flats)) for unit in plan.units]
+    compiler = UnitCompiler(plan, Memory([around[at] for around, at in targets]), Memory(flats))
+    units = [compiler.compile_on_devices(unit) for unit in plan.units]
     wanted = [mix64(joined(unit.sources, unit.gaps)) for unit in units]
     _check_copies(units, wanted, kernel)
     for (around, at), flat in zip(targets, flats, strict=True):
@@ -103,8 +103,8 @@ def check_case(case: Case, kernel: Kernel | None, device: str) -> None:
         assert bool(
             (around[: at.start] == UNTOUCHED).all() and (around[at.stop :] == UNTOUCHED).all()
         )
-    own = DeviceCompiler(plan, Memory(flats))
-    read: list[CompiledUnit] = [own.compile(unit, Memory(flats)) for unit in plan.units]
+    own = UnitCompiler(plan, Memory(flats), Memory(flats))
+    read: list[CompiledUnit] = [own.compile_on_devices(unit) for unit in plan.units]
     for _ in range(2):
         assert [hasher() for hasher in hashers(read, kernel=kernel)] == wanted
     _check_packing(plan, flats, wanted, kernel)

@@ -18,7 +18,7 @@ from tests.weights.streams import (
 )
 from weightsync.specs import Manifest
 from weightsync.tensors import as_bytes
-from weightsync.weights.copy_plan import DeviceCompiler, HostCopyUnit, Memory, UnitCompiler, joined
+from weightsync.weights.copy_plan import HostCopyUnit, Memory, UnitCompiler, joined
 from weightsync.weights.fingerprint import mix64, xxh3
 from weightsync.weights.layout import StreamLayout
 
@@ -125,7 +125,7 @@ def test_torch_copies_what_memmove_copies(manifest: Manifest, unit_nbytes: int) 
     source, target = place(plan, flat=False, seed=1), place(plan, flat=False, seed=None)
     wanted = stream_bytes(plan, random_tensors(manifest, 1))
     for unit in plan.units:
-        program = DeviceCompiler(plan, target).compile(unit, source)
+        program = UnitCompiler(plan, target, source).compile_on_devices(unit)
         program.copy()
         part = wanted[unit.start : unit.stop]
         assert program.fingerprint() == xxh3(memoryview(part))

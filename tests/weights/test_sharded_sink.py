@@ -28,13 +28,11 @@ from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes
 from weightsync.weights.copy_plan import (
-    DeviceShardUnit,
-    HostShardUnit,
+    CopyPlan,
+    DeviceCopyUnit,
+    HostCopyUnit,
     Memory,
-    ShardCompiler,
-    ShardMemory,
     UnitCompiler,
-    compiler_for,
 )
 from weightsync.weights.fingerprint import mix64, to_hex, xxh3
 from weightsync.weights.layout import StreamLayout
@@ -122,16 +120,17 @@ class Sender:
         memory = load_target.memory
         assert memory is not None
         source = Memory([as_bytes(t.contiguous()) for t in tensors])
-        compiler: Any = compiler_for(plan, memory, None if self.path == "buckets" else source)
-        if self.path == "devices":
-            compiler._on_host = False
+        compiler = UnitCompiler(plan, memory, None if self.path == "buckets" else source)
+        compile_unit: Any = (
+            compiler.compile_on_devices if self.path == "devices" else compiler.compile
+        )
         made: list[Any] = []
         content = torch.frombuffer(bytearray(stream_bytes(plan, tensors)), dtype=torch.uint8)
         self.kept = [source.tensors[0]]
         for chunk in plan.chunks:
             bucket = content[chunk.start : chunk.stop].clone() if self.path == "buckets" else None
             units = plan.units[chunk.first_unit : chunk.last_unit]
-            made += [(unit, compiler.compile(unit, bucket, chunk.start)) for unit in units]
+            made += [(unit, compile_unit(unit, bucket, chunk.start)) for unit in units]
             self.kept.append(source.tensors[0] if bucket is None else bucket)
         self.kept += source.tensors
         return made
@@ -180,6 +179,23 @@ def test_runs_cut_rows_anywhere(path: PathName, unit_nbytes: int, dtype: str) ->
         _, plan, load_target = open_target(module, "in_place", sender)
         tensors = random_tensors(plan.manifest, 5)
         sender.deliver(plan, load_target, tensors)
+        for spec, tensor in zip(plan.manifest.specs, tensors, strict=True):
+            here = module.state_dict()[spec.name]
+            assert equal_bits(local_of(here), cut(tensor, here)), spec.name
+
+
+@every_path
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_copy_plan_fills_every_shard(path: PathName, verify: bool) -> None:
+    with member(1, (2,)) as mesh:
+        module = sharded(mesh)
+        sender = Sender(path)
+        _, plan, load_target = open_target(module, "in_place", sender)
+        tensors = random_tensors(plan.manifest, 5)
+        stream = stream_bytes(plan, tensors)
+        wanted = [xxh3(memoryview(stream[unit.start : unit.stop])) for unit in plan.units]
+        programs = [program for _, program in sender.programs(plan, load_target, tensors)]
+        assert CopyPlan.of(0, programs, verify=verify).run() == (wanted if verify else [])
         for spec, tensor in zip(plan.manifest.specs, tensors, strict=True):
             here = module.state_dict()[spec.name]
             assert equal_bits(local_of(here), cut(tensor, here)), spec.name
@@ -250,7 +266,8 @@ class TestProof:
     @pytest.mark.parametrize("unit_nbytes", [192, 1 << 20])
     def test_every_byte_that_is_held(self, path: PathName, unit_nbytes: int) -> None:
         sender, _, load_target, made, stream = self._prepare(path, unit_nbytes)
-        assert isinstance(load_target.memory, ShardMemory)
+        assert load_target.memory is not None
+        assert load_target.memory.shares is not None
         for tensor in load_target.memory.tensors:
             for at in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
                 tensor[at] ^= 1
@@ -280,7 +297,7 @@ class TestProof:
             assert program.fingerprint() != before
 
     def test_runs_by_kind(self) -> None:
-        for path, kind in (("buckets", HostShardUnit), ("devices", DeviceShardUnit)):
+        for path, kind in (("buckets", HostCopyUnit), ("devices", DeviceCopyUnit)):
             assert all(isinstance(p, kind) for _, p in self._prepare(path)[3])  # type: ignore[arg-type]  # paths
 
 
@@ -557,16 +574,7 @@ def test_what_lies_between_neighbours_of_a_module_is_kept() -> None:
 def test_a_run_without_a_source_is_a_mistake() -> None:
     with member(0, (2,)) as mesh:
         _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("buckets"))
-    assert isinstance(load_target.memory, ShardMemory)
-    compiler = ShardCompiler(plan, load_target.memory)
-    compiler._on_host = False
-    with pytest.raises(ValueError, match="needs a bucket"):
-        compiler.compile(plan.units[0])
-
-
-def test_shards_are_not_for_the_compiler_of_whole_tensors() -> None:
-    with member(0, (2,)) as mesh:
-        _, plan, load_target = open_target(sharded(mesh), "pointer", Sender("buckets"))
     assert load_target.memory is not None
-    with pytest.raises(ValueError, match="holds shards of tensors"):
-        UnitCompiler(plan, load_target.memory)
+    compiler = UnitCompiler(plan, load_target.memory)
+    with pytest.raises(ValueError, match="needs a bucket"):
+        compiler.compile_on_devices(plan.units[0])

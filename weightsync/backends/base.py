@@ -19,7 +19,7 @@ from weightsync.cuda.events import wait_for
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes
-from weightsync.weights.copy_plan import CompiledUnit, Memory, compiler_for
+from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory, UnitCompiler
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
 from weightsync.weights.source import WeightSource
@@ -195,13 +195,13 @@ class LoadContext:
 
 def copy_tensors(
     layout: StreamLayout, target: Memory, source: Memory, check: Check
-) -> list[CompiledUnit]:
+) -> list[HostCopyUnit | DeviceCopyUnit]:
     """Copy all tensors of `layout` to whole tensors or shards; return the compiled units.
 
     Complete on return.
     """
-    compiler = compiler_for(layout, target, source)
-    compiled: list[CompiledUnit] = []
+    compiler = UnitCompiler(layout, target, source)
+    compiled: list[HostCopyUnit | DeviceCopyUnit] = []
     for unit in layout.units:
         check()
         compiled.append(compiler.compile(unit))

@@ -1,17 +1,16 @@
 """Copy plans: the copies of a stream, compiled once for fixed memory and executed in every update.
 
 Compiled units hold addresses. While the caller uses a unit, it keeps the unit's memory alive and at
-the same address. Units with an end on a GPU (`DeviceCopyUnit`, `DeviceShardUnit`) have run with CPU
-tensors only, never on a GPU.
+the same address. Units with an end on a GPU (`DeviceCopyUnit`) have run with CPU tensors only.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -19,18 +18,41 @@ from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
 from weightsync.weights.layout import ALIGNMENT, CopyUnit, StreamLayout, TensorSlice
 from weightsync.weights.shards import Block
 
+S = TypeVar("S")
+T = TypeVar("T")
+
+_FEW_ROWS = 4
+"""Up to this many rows, a memmove for each is faster than one call of torch (measured)."""
+_ALL_BITS = (1 << 64) - 1
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of many rows: strided views of equal shape as integers of one width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The blocks of tensor `index` that one tensor of a Memory of shards holds."""
+
+    index: int
+    blocks: tuple[Block, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a stream's tensors in one address space.
+    """The memory of a stream's tensors, or of their shards, in one address space.
 
-    `tensors[i]` is `uint8[nbytes]` of tensor i. With `flat` the tensors have the stream's offsets,
-    zeros between them included, so that one copy can cover neighbours.
+    Without `shares`, `tensors[i]` is `uint8[nbytes]` of tensor i. With `flat` these have the
+    stream's offsets, zeros between them included, so that one copy can cover neighbours.
+
+    Else `tensors[i]` is `uint8[nbytes]` of `shares[i]`: a full tensor may have several shares, or
+    none. With `flat` the bytes between them are unused, so that copies may overwrite them.
     """
 
-    holds_whole: ClassVar[bool] = True
     tensors: Sequence[torch.Tensor]
     flat: bool = False
+    shares: Sequence[Share] | None = None
 
     @classmethod
     def of_stream(cls, layout: StreamLayout, buffer: torch.Tensor) -> Memory:
@@ -64,20 +86,38 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class HostCopyUnit:
-    """The copies of one unit between host memories; `held` views its target in stream order."""
+    """The copies of one unit between host memories, into whole tensors or into `shards`.
+
+    `views` are the bytes to fingerprint, in stream order: of whole tensors the target; of shards
+    the source, all of it, also bytes of which no shard takes any.
+    """
 
     on_host: ClassVar[bool] = True
     copies: tuple[Copy, ...]
-    held: tuple[memoryview | bytes, ...]
+    views: tuple[memoryview | bytes, ...]
+    grids: tuple[Pair, ...] = ()
+    shards: bool = False
 
     def copy(self) -> None:
         """Copy the unit's bytes; complete on return."""
         for copy in self.copies:
             ctypes.memmove(copy.target, copy.source, copy.nbytes)
+        for target, source in self.grids:
+            target.copy_(source)
+
+    def holds(self) -> bool:
+        """Read the targets back; return whether they equal the source."""
+        return not any(
+            _memcmp(copy.target, copy.source, copy.nbytes) for copy in self.copies
+        ) and all(torch.equal(*grid) for grid in self.grids)
 
     def fingerprint(self) -> int:
-        """Read the destination back and return its xxh3."""
-        return stream_xxh3(self.held)
+        """Return the xxh3 of the whole tensors as read back, or of all bytes that arrived.
+
+        Where shards differ from what arrived, its complement.
+        """
+        found = xxh3_parts(self.views)
+        return _proof(found, holds=self.holds()) if self.shards else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +162,8 @@ class CopyAndHash:
         """Return the steps of `units` in order, None where a destination is not contiguous."""
         steps: list[tuple[int, int, int, memoryview | None]] = []
         for unit in units:
-            view = unit.held[0]
-            if len(unit.held) > 1 or not isinstance(view, memoryview):
+            view = unit.views[0]
+            if len(unit.views) > 1 or not isinstance(view, memoryview):
                 return None
             steps += [(copy.target, copy.source, copy.nbytes, None) for copy in unit.copies[:-1]]
             last = unit.copies[-1]
@@ -162,92 +202,87 @@ class AddressMap:
 def compile_host(
     layout: StreamLayout, unit: CopyUnit, target: AddressMap, source: AddressMap
 ) -> HostCopyUnit:
-    """Compile one unit between host memories."""
+    """Compile one unit of whole tensors between host memories."""
     copies: list[Copy] = []
-    parts: list[tuple[int, int, int]] = []
     for part in layout.slices(unit.start, unit.stop):
-        address = target.address(part)
-        copy = Copy(address, source.address(part), part.nbytes)
+        copy = Copy(target.address(part), source.address(part), part.nbytes)
         append_copy(copies, copy, padded=target.flat and source.flat)
-        parts.append((part.start, address, part.nbytes))
-    return HostCopyUnit(tuple(copies), stream_views(unit, parts, flat=target.flat))
+    return HostCopyUnit(tuple(copies), stream_views(layout, unit, target))
 
 
 def stream_views(
-    unit: CopyUnit, parts: list[tuple[int, int, int]], *, flat: bool
+    layout: StreamLayout, unit: CopyUnit, places: AddressMap
 ) -> tuple[memoryview | bytes, ...]:
     """Return the bytes of a unit in stream order, with the zeros between its tensors.
 
-    `parts` are `(position in the stream, address, nbytes)` of its tensors, in order. With `flat`
-    the zeros are in memory too, and one view covers all.
+    In flat memory the zeros are in memory too, and one view covers all.
     """
-    if flat:
-        start, address, _ = parts[0]
-        return (host_view(address - (start - unit.start), unit.stop - unit.start),)
-    views: list[memoryview | bytes] = []
-    at = unit.start
-    for start, address, nbytes in parts:
-        if start > at:
-            views.append(bytes(start - at))
-        views.append(host_view(address, nbytes))
-        at = start + nbytes
-    if unit.stop > at:
-        views.append(bytes(unit.stop - at))
-    return tuple(views)
-
-
-def stream_xxh3(views: tuple[memoryview | bytes, ...]) -> int:
-    """Return the xxh3 of the bytes that `stream_views` returned."""
-    if len(views) == 1 and isinstance(views[0], memoryview):
-        return xxh3(views[0])
-    return xxh3_parts(views)
+    slices, gaps = slices_and_gaps(layout, unit.start, unit.stop)
+    if places.flat:
+        begin = places.address(slices[0]) - (slices[0].start - unit.start)
+        return (host_view(begin, unit.stop - unit.start),)
+    views = [host_view(places.address(part), part.nbytes) for part in slices]
+    return tuple(_with_gaps(views, gaps, bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopyUnit:
-    """The copies of one unit with a GPU on at least one end: `uint8[nbytes]` pairs.
+    """The copies of one unit with a GPU on at least one end: `targets[i]` is one of `sources[i]`.
 
-    torch copies them in order on the current stream. The fingerprint is mix64 of the destination,
-    or xxh3 of the source where that is on the host (a bucket that a GPU reads from). `gaps` are
-    `(index of the tensor that follows, nbytes of zeros)`. Never run on a GPU.
+    torch copies them in order on the current stream. For whole tensors these are `uint8[nbytes]`,
+    and the fingerprint is mix64 of the targets. For shards they are strided views, and the
+    fingerprint is of all bytes that `arrived` (`uint8[nbytes]`). Where the bytes arrive in a bucket
+    on the host it is their xxh3, and what a GPU holds is not read back.
+
+    `gaps` are `(index of the tensor that follows, nbytes of zeros)`. Never run on a GPU.
     """
 
     on_host: ClassVar[bool] = False
     targets: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
     gaps: tuple[tuple[int, int], ...]
+    arrived: tuple[torch.Tensor, ...] | None = None
 
     def copy(self) -> None:
         """Enqueue the copies on the current stream; does not wait."""
-        torch._foreach_copy_(list(self.targets), list(self.sources), non_blocking=True)
+        if self.targets:
+            torch._foreach_copy_(list(self.targets), list(self.sources), non_blocking=True)
 
     def gpus(self) -> set[torch.device]:
         """Return the GPUs on which copies of this unit may still be in progress."""
-        return {t.device for t in (*self.targets, *self.sources) if t.device.type == "cuda"}
+        ends = (*self.targets, *self.sources, *(self.arrived or ()))
+        return {end.device for end in ends if end.device.type == "cuda"}
+
+    def holds(self) -> bool:
+        """Wait for the copies; read the targets back and return whether they equal the source.
+
+        One wait covers all of them.
+        """
+        pairs = zip(self.targets, self.sources, strict=True)
+        different = [torch.ne(t.to(s.device), s).any() for t, s in pairs]
+        return not different or not bool(torch.stack(different).any())
 
     def fingerprint(self) -> int:
-        """Return the fingerprint; waits for the copies unless it is of a source on the host."""
-        if self.sources and self.sources[0].device.type == "cpu":
-            return xxh3_parts(interleaved(self.sources, self.gaps))
-        return mix64(joined(self.targets, self.gaps))
+        """Return the fingerprint, of shards that differ from what arrived its complement.
+
+        Waits for the copies, except where it is of a bucket on the host.
+        """
+        arrived = self.sources if self.arrived is None else self.arrived
+        if arrived and arrived[0].device.type == "cpu":
+            views: list[memoryview] = [host_view(t.data_ptr(), t.numel()) for t in arrived]
+            return xxh3_parts(_with_gaps(views, self.gaps, bytes))
+        if self.arrived is None:
+            return mix64(joined(self.targets, self.gaps))
+        return _proof(mix64(joined(self.arrived, self.gaps)), holds=self.holds())
 
 
 def joined(tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return the bytes of a unit as one `uint8[nbytes]`; `gaps` as in DeviceCopyUnit."""
-    parts = list(tensors)
-    for i, nbytes in reversed(gaps):
-        parts.insert(i, torch.zeros(nbytes, dtype=torch.uint8, device=tensors[0].device))
+    device = tensors[0].device
+    parts = _with_gaps(
+        tensors, gaps, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def interleaved(
-    tensors: Sequence[torch.Tensor], gaps: Sequence[tuple[int, int]]
-) -> list[memoryview | bytes]:
-    """Return the bytes of a unit on the host, part after part; `gaps` as in DeviceCopyUnit."""
-    parts: list[memoryview | bytes] = [host_view(t.data_ptr(), t.numel()) for t in tensors]
-    for i, nbytes in reversed(gaps):
-        parts.insert(i, bytes(nbytes))
-    return parts
 
 
 def slices_and_gaps(
@@ -265,32 +300,14 @@ def slices_and_gaps(
     return slices, gaps
 
 
-class DeviceCompiler:
-    """Compiles units into torch copies to `destination`, with CUDA memory on either end."""
-
-    def __init__(self, layout: StreamLayout, destination: Memory) -> None:
-        self._layout = layout
-        self._targets = destination.tensors
-
-    def compile(
-        self,
-        unit: CopyUnit,
-        memory: Memory | None,
-        bucket: torch.Tensor | None = None,
-        chunk_start: int = 0,
-    ) -> DeviceCopyUnit:
-        """Compile one unit from `memory`, or from a `bucket` that begins at byte `chunk_start`."""
-        targets, sources = [], []
-        slices, gaps = slices_and_gaps(self._layout, unit.start, unit.stop)
-        for part in slices:
-            end = part.begin + part.nbytes
-            targets.append(self._targets[part.index][part.begin : end])
-            if memory is not None:
-                sources.append(memory.tensors[part.index][part.begin : end])
-            elif bucket is not None:
-                place = part.start - chunk_start
-                sources.append(bucket[place : place + part.nbytes])
-        return DeviceCopyUnit(tuple(targets), tuple(sources), tuple(gaps))
+def _with_gaps(
+    parts: Sequence[S], gaps: Sequence[tuple[int, int]], zeros: Callable[[int], T]
+) -> list[S | T]:
+    """Return the parts of a unit in order, with `zeros(nbytes)` in its gaps."""
+    filled: list[S | T] = list(parts)
+    for i, nbytes in reversed(gaps):
+        filled.insert(i, zeros(nbytes))
+    return filled
 
 
 class CompiledUnit(Protocol):
@@ -310,7 +327,7 @@ class CopyPlan:
     """Compiled units that follow one another from byte `start` of the stream.
 
     `verify` says whether they are fingerprinted. `joined` executes all of them at once, where all
-    are on the host.
+    copy whole tensors on the host.
     """
 
     start: int
@@ -321,7 +338,7 @@ class CopyPlan:
     @classmethod
     def of(cls, start: int, units: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:
         """Return the CopyPlan that copies `units`, and with `verify` fingerprints them."""
-        on_host = [unit for unit in units if isinstance(unit, HostCopyUnit)]
+        on_host = [unit for unit in units if isinstance(unit, HostCopyUnit) and not unit.shards]
         kind = CopyAndHash if verify else HostCopies
         joined = kind.of(on_host) if len(on_host) == len(units) else None
         return cls(start, units, verify, joined)
@@ -342,33 +359,96 @@ class CopyPlan:
 
 
 class UnitCompiler:
-    """Compiles units into whole tensors, in host or GPU memory.
+    """Compiles units into whole tensors or shards, in host or GPU memory.
 
-    The source is `memory`, or else a bucket given with each unit. Raises ValueError for memory that
-    holds shards.
+    The source is `memory`, or else a bucket given with each unit.
     """
 
     def __init__(
         self, layout: StreamLayout, destination: Memory, memory: Memory | None = None
     ) -> None:
-        if not destination.holds_whole:
-            raise ValueError("this memory holds shards of tensors; compile with compiler_for()")
         self._layout = layout
-        self._on_host = destination.on_host() and (memory is None or memory.on_host())
+        self._destination = destination
         self._memory = memory
-        self._target = AddressMap(destination) if self._on_host else None
-        self._source = AddressMap(memory) if self._on_host and memory else None
-        self._device = DeviceCompiler(layout, destination)
+        on_host = destination.on_host() and (memory is None or memory.on_host())
+        self._target = AddressMap(destination) if on_host else None
+        self._source = AddressMap(memory) if on_host and memory else None
+        self._shares: dict[int, list[tuple[torch.Tensor, tuple[Block, ...]]]] = {}
+        if destination.shares is not None:
+            for tensor, share in zip(destination.tensors, destination.shares, strict=True):
+                self._shares.setdefault(share.index, []).append((tensor, share.blocks))
 
     def compile(
         self, unit: CopyUnit, bucket: torch.Tensor | None = None, chunk_start: int = 0
     ) -> HostCopyUnit | DeviceCopyUnit:
         """Compile one unit; `bucket` holds the stream from byte `chunk_start`."""
-        if self._target is not None and (bucket is None or bucket.device.type == "cpu"):
-            address = bucket.data_ptr() if bucket is not None else 0
-            source = self._source or AddressMap(None, address, chunk_start)
+        if self._target is None or (bucket is not None and bucket.device.type != "cpu"):
+            return self.compile_on_devices(unit, bucket, chunk_start)
+        address = bucket.data_ptr() if bucket is not None else 0
+        source = self._source or AddressMap(None, address, chunk_start)
+        if self._destination.shares is None:
             return compile_host(self._layout, unit, self._target, source)
-        return self._device.compile(unit, self._memory, bucket, chunk_start)
+        # A tensor made in inference mode cannot be written outside of it.
+        with torch.inference_mode(False):
+            return self._shards_on_host(unit, source)
+
+    def compile_on_devices(
+        self, unit: CopyUnit, bucket: torch.Tensor | None = None, chunk_start: int = 0
+    ) -> DeviceCopyUnit:
+        """Compile one unit as `compile` does, for torch to copy between any devices."""
+        slices, gaps = slices_and_gaps(self._layout, unit.start, unit.stop)
+        with torch.inference_mode(False):
+            arrived = [self._source_of(part, bucket, chunk_start) for part in slices]
+            if self._destination.shares is None:
+                targets = [_part(self._destination.tensors, part) for part in slices]
+                return DeviceCopyUnit(tuple(targets), tuple(arrived), tuple(gaps))
+            pairs = [
+                _device_grids(tensor, source, block, part.begin)
+                for part, source in zip(slices, arrived, strict=True)
+                for tensor, block in self._blocks(part)
+            ]
+        ends = [tuple(end) for end in zip(*pairs, strict=True)] or [(), ()]
+        return DeviceCopyUnit(ends[0], ends[1], tuple(gaps), tuple(arrived))
+
+    def _shards_on_host(self, unit: CopyUnit, places: AddressMap) -> HostCopyUnit:
+        copies: list[Copy] = []
+        grids: list[Pair] = []
+        padded = self._destination.flat and places.flat
+        for part in self._layout.slices(unit.start, unit.stop):
+            begin = places.address(part) - part.begin
+            for tensor, block in self._blocks(part):
+                source, target = begin + block.source, tensor.data_ptr() + block.target
+                if block.height > _FEW_ROWS:
+                    grids.append(_host_grid(target, source, block))
+                    continue
+                for i in range(block.height):
+                    row = Copy(
+                        target + i * block.target_stride,
+                        source + i * block.source_stride,
+                        block.width,
+                    )
+                    append_copy(copies, row, padded=padded)
+        arrived = stream_views(self._layout, unit, places)
+        return HostCopyUnit(tuple(copies), arrived, tuple(grids), shards=True)
+
+    def _source_of(
+        self, part: TensorSlice, bucket: torch.Tensor | None, chunk_start: int
+    ) -> torch.Tensor:
+        if self._memory is not None:
+            return _part(self._memory.tensors, part)
+        if bucket is None:
+            raise ValueError("a unit needs a bucket where the compiler has no memory to copy from")
+        return bucket[part.start - chunk_start :][: part.nbytes]
+
+    def _blocks(self, part: TensorSlice) -> Iterator[tuple[torch.Tensor, Block]]:
+        for tensor, blocks in self._shares.get(part.index, ()):
+            for block in blocks:
+                for rows in block.within(part.begin, part.begin + part.nbytes):
+                    yield tensor, rows
+
+
+def _part(tensors: Sequence[torch.Tensor], part: TensorSlice) -> torch.Tensor:
+    return tensors[part.index][part.begin : part.begin + part.nbytes]
 
 
 def host_view(address: int, nbytes: int) -> memoryview:
@@ -394,197 +474,6 @@ def append_copy(copies: list[Copy], copy: Copy, *, padded: bool) -> None:
             copies[-1] = Copy(last.target, last.source, last.nbytes + gap + copy.nbytes)
             return
     copies.append(copy)
-
-
-_FEW_ROWS = 4
-"""Up to this many rows, a memmove for each is faster than one call of torch (measured)."""
-_ALL_BITS = (1 << 64) - 1
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of many rows: strided views of equal shape as integers of one width."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The blocks of tensor `index` that one tensor of a ShardMemory holds."""
-
-    index: int
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardMemory(Memory):
-    """The memory of shards: `tensors[i]` is `uint8[nbytes]` of `shares[i]`.
-
-    A full tensor may have several shares, or none. With `flat` the bytes between the tensors are
-    unused, so that copies may overwrite them.
-    """
-
-    holds_whole: ClassVar[bool] = False
-    shares: Sequence[Share] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class HostShardUnit:
-    """The copies of one unit into shards between host memories.
-
-    `arrived` views the source in stream order, all of it, also bytes of which no shard takes any.
-    """
-
-    on_host: ClassVar[bool] = True
-    copies: tuple[Copy, ...]
-    grids: tuple[Pair, ...]
-    arrived: tuple[memoryview | bytes, ...]
-
-    def copy(self) -> None:
-        """Copy the unit's slices; complete on return."""
-        for copy in self.copies:
-            ctypes.memmove(copy.target, copy.source, copy.nbytes)
-        for target, source in self.grids:
-            target.copy_(source)
-
-    def holds(self) -> bool:
-        """Read the shards back; return whether they equal their slices of the source."""
-        return not any(
-            _memcmp(copy.target, copy.source, copy.nbytes) for copy in self.copies
-        ) and all(torch.equal(*grid) for grid in self.grids)
-
-    def fingerprint(self) -> int:
-        """Return the xxh3 of all bytes that arrived, or its complement where the shards differ."""
-        return _proof(stream_xxh3(self.arrived), holds=self.holds())
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceShardUnit:
-    """The copies of one unit into shards, with a GPU on at least one end.
-
-    The fingerprint is of all bytes that arrived. On a GPU it is mix64, and the shards are read back
-    and compared. Where the bucket is on the host it is xxh3, and the shards are not compared. Never
-    run on a GPU.
-    """
-
-    on_host: ClassVar[bool] = False
-    pairs: tuple[Pair, ...]
-    sources: tuple[torch.Tensor, ...]
-    gaps: tuple[tuple[int, int], ...]
-
-    def copy(self) -> None:
-        """Enqueue the copies on the current stream; does not wait."""
-        if self.pairs:
-            targets, sources = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-
-    def gpus(self) -> set[torch.device]:
-        """Return the GPUs on which copies of this unit may still be in progress."""
-        ends = (end for pair in self.pairs for end in pair)
-        return {end.device for end in (*ends, *self.sources) if end.device.type == "cuda"}
-
-    def holds(self) -> bool:
-        """Wait for the copies; read the shards back and return whether they equal the source.
-
-        One wait covers all shards.
-        """
-        different = [torch.ne(t.to(s.device), s).any() for t, s in self.pairs]
-        return not different or not bool(torch.stack(different).any())
-
-    def fingerprint(self) -> int:
-        """Return the fingerprint, complemented where the shards differ.
-
-        Waits for the copies, except where it is of a bucket on the host.
-        """
-        if self.sources[0].device.type == "cpu":
-            return xxh3_parts(interleaved(self.sources, self.gaps))
-        return _proof(mix64(joined(self.sources, self.gaps)), holds=self.holds())
-
-
-class ShardCompiler:
-    """Compiles units into shards; the source is `memory`, or else a bucket given with each unit."""
-
-    def __init__(
-        self, layout: StreamLayout, destination: ShardMemory, memory: Memory | None = None
-    ) -> None:
-        self._layout = layout
-        self._flat = destination.flat
-        self._on_host = destination.on_host() and (memory is None or memory.on_host())
-        self._memory = memory
-        self._source = AddressMap(memory) if self._on_host and memory else None
-        self._shares: dict[int, list[tuple[torch.Tensor, tuple[Block, ...]]]] = {}
-        for tensor, share in zip(destination.tensors, destination.shares, strict=True):
-            self._shares.setdefault(share.index, []).append((tensor, share.blocks))
-
-    def compile(
-        self, unit: CopyUnit, bucket: torch.Tensor | None = None, chunk_start: int = 0
-    ) -> HostShardUnit | DeviceShardUnit:
-        """Compile one unit; `bucket` holds the stream from byte `chunk_start`."""
-        # A tensor made in inference mode cannot be written outside of it.
-        with torch.inference_mode(False):
-            if self._on_host and (bucket is None or bucket.device.type == "cpu"):
-                address = bucket.data_ptr() if bucket is not None else 0
-                return self._on_the_host(
-                    unit, self._source or AddressMap(None, address, chunk_start)
-                )
-            return self._on_devices(unit, bucket, chunk_start)
-
-    def _on_the_host(self, unit: CopyUnit, places: AddressMap) -> HostShardUnit:
-        copies: list[Copy] = []
-        grids: list[Pair] = []
-        parts: list[tuple[int, int, int]] = []
-        for part in self._layout.slices(unit.start, unit.stop):
-            address = places.address(part)
-            parts.append((part.start, address, part.nbytes))
-            for tensor, block in self._blocks(part):
-                source = address - part.begin + block.source
-                target = tensor.data_ptr() + block.target
-                if block.height > _FEW_ROWS:
-                    grids.append(_host_grid(target, source, block))
-                    continue
-                for i in range(block.height):
-                    row = Copy(
-                        target + i * block.target_stride,
-                        source + i * block.source_stride,
-                        block.width,
-                    )
-                    append_copy(copies, row, padded=self._flat and places.flat)
-        arrived = stream_views(unit, parts, flat=places.flat)
-        return HostShardUnit(tuple(copies), tuple(grids), arrived)
-
-    def _on_devices(
-        self, unit: CopyUnit, bucket: torch.Tensor | None, chunk_start: int
-    ) -> DeviceShardUnit:
-        pairs: list[Pair] = []
-        sources: list[torch.Tensor] = []
-        slices, gaps = slices_and_gaps(self._layout, unit.start, unit.stop)
-        for part in slices:
-            sources.append(self._source_of(part, bucket, chunk_start))
-            for tensor, block in self._blocks(part):
-                pairs.append(_device_grids(tensor, sources[-1], block, part.begin))
-        return DeviceShardUnit(tuple(pairs), tuple(sources), tuple(gaps))
-
-    def _source_of(
-        self, part: TensorSlice, bucket: torch.Tensor | None, chunk_start: int
-    ) -> torch.Tensor:
-        if self._memory is not None:
-            return self._memory.tensors[part.index][part.begin : part.begin + part.nbytes]
-        if bucket is None:
-            raise ValueError("a unit needs a bucket where the compiler has no memory to copy from")
-        return bucket[part.start - chunk_start :][: part.nbytes]
-
-    def _blocks(self, part: TensorSlice) -> Iterator[tuple[torch.Tensor, Block]]:
-        for tensor, blocks in self._shares.get(part.index, ()):
-            for block in blocks:
-                for rows in block.within(part.begin, part.begin + part.nbytes):
-                    yield tensor, rows
-
-
-def compiler_for(
-    layout: StreamLayout, destination: Memory, memory: Memory | None = None
-) -> UnitCompiler | ShardCompiler:
-    """Return the compiler of units into `destination`: of whole tensors, or of shards."""
-    if isinstance(destination, ShardMemory):
-        return ShardCompiler(layout, destination, memory)
-    return UnitCompiler(layout, destination, memory)
 
 
 def _proof(arrived: int, *, holds: bool) -> int:

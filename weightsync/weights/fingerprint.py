@@ -37,6 +37,8 @@ def xxh3(view: memoryview) -> int:
 
 def xxh3_parts(parts: Sequence[memoryview | bytes]) -> int:
     """Return the xxh3 of several parts, as of one memory that holds them in this order."""
+    if len(parts) == 1:
+        return int(xxhash.xxh3_64_intdigest(parts[0]))
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

@@ -28,7 +28,7 @@ from weightsync.tensors import (
 )
 from weightsync.weights import arena
 from weightsync.weights.checksums import to_hex
-from weightsync.weights.copy_plan import Memory, ShardMemory, Share
+from weightsync.weights.copy_plan import Memory, Share
 from weightsync.weights.fingerprint import mix64, part_of
 from weightsync.weights.layout import StreamLayout, aligned
 from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
@@ -194,12 +194,6 @@ class Destinations:
         """Bytes of an arena that holds all of them."""
         return sum(aligned(destination.spec.nbytes) for destination in self.tensors)
 
-    def memory(self, tensors: Sequence[torch.Tensor], *, flat: bool = False) -> Memory:
-        """Return `tensors` (`uint8[nbytes]` for each destination) as memory for copy plans."""
-        if self.shares is None:
-            return Memory(tensors, flat)
-        return ShardMemory(tensors, flat, self.shares)
-
     def in_arena(self, device: torch.device) -> Memory:
         """Allocate one arena for all; whole tensors have the stream's offsets in it.
 
@@ -210,7 +204,7 @@ class Destinations:
         for destination in self.tensors:
             tensors.append(buffer[at : at + destination.spec.nbytes])
             at += aligned(destination.spec.nbytes)
-        return self.memory(tensors, flat=True)
+        return Memory(tensors, flat=True, shares=self.shares)
 
 
 class ModuleSink(WeightSink):
@@ -546,7 +540,7 @@ class _InPlaceTarget(_ModuleTarget):
                 self.peak_extra_nbytes += spec.nbytes
             view = from_bytes(parts[-1], spec)
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
-        self.memory = destinations.memory(parts)
+        self.memory = Memory(parts, shares=destinations.shares)
 
     def validate(self) -> None:
         """Copy from the buffers, and to tied tensors; read those copies back.

@@ -14,13 +14,7 @@ from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
 from weightsync.shm.host_keys import pick
 from weightsync.specs import Manifest
-from weightsync.weights.copy_plan import (
-    CompiledUnit,
-    DeviceShardUnit,
-    HostShardUnit,
-    Memory,
-    ShardMemory,
-)
+from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory
 from weightsync.weights.fingerprint import mix64, to_hex
 from weightsync.weights.layout import StreamLayout
 from weightsync.wire.codec import manifest_from_wire
@@ -98,16 +92,16 @@ def _check_held(
     fingerprints: list[str] | None,
     layout: StreamLayout,
     target: Memory,
-    units: Sequence[CompiledUnit],
+    units: Sequence[HostCopyUnit | DeviceCopyUnit],
 ) -> None:
     """Read the copied tensors back. Whole tensors are fingerprinted, shards are compared."""
-    if not isinstance(target, ShardMemory):
+    if target.shares is None:
         _check_fingerprints(fingerprints, layout.manifest, target.tensors)
     elif fingerprints is not None:
         wrong = [
             name
             for unit, compiled in zip(layout.units, units, strict=True)
-            if isinstance(compiled, HostShardUnit | DeviceShardUnit) and not compiled.holds()
+            if not compiled.holds()
             for name in layout.names(unit)
         ]
         if wrong:

@@ -29,10 +29,8 @@ from weightsync.weights.copy_plan import (
     CompiledUnit,
     CopyPlan,
     DeviceCopyUnit,
-    DeviceShardUnit,
     Memory,
     UnitCompiler,
-    compiler_for,
 )
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.fused import FusedUnit, bucket_reader, fuse, hashers
@@ -383,7 +381,7 @@ class IncomingTransfer:
         if kept is not None:
             return kept[1]
         registered = None if ring else self._opened.registered
-        compiler = compiler_for(self._layout, memory, registered)
+        compiler = UnitCompiler(self._layout, memory, registered)
         buckets = self._opened.buckets
         if ring and buckets[0].device.type == "cpu":
             _pin_for(memory, self._opened.ring)
@@ -484,5 +482,5 @@ def _settle(copy_plans: Sequence[CopyPlan]) -> None:
             if isinstance(unit, FusedUnit) and unit.index == 0:
                 unit.wait()
         return
-    moving = [unit.gpus() for unit in units if isinstance(unit, DeviceCopyUnit | DeviceShardUnit)]
+    moving = [unit.gpus() for unit in units if isinstance(unit, DeviceCopyUnit)]
     wait_for(set[torch.device]().union(*moving))
