@@ -262,7 +262,7 @@ class Party:
                 raise ws.TransferError("a receiver failed, or the sender changed its mind")
             chain.check()
 
-        feed = _Watched(RingFeed(self.engine, FEED_READER), on_chunk, on_data)
+        feed = _Watched(self.engine, on_chunk, on_data)
         asked: list[Future[None]] = []
         with (
             ThreadPoolExecutor(len(self.workers)) as pool,
@@ -306,29 +306,24 @@ class Party:
         self.engine.close()
 
 
-class _Watched:
+class _Watched(RingFeed):
     """A feed that calls back before it takes a chunk, and shows the chunk before it is sent."""
 
     def __init__(
         self,
-        feed: RingFeed,
+        engine: IpcTrainerEngine,
         on_chunk: Callable[[int], None],
         on_data: Callable[[int, torch.Tensor], None],
     ) -> None:
+        super().__init__(engine, FEED_READER)
         self._on_data = on_data
-        self._feed = feed
         self._on_chunk = on_chunk
-        self.epoch, self.chunks, self.depth = feed.epoch, feed.chunks, feed.depth
-        self.fingerprint_room = feed.fingerprint_room
 
     def take(self, j: int, check: Callable[[], None]) -> tuple[torch.Tensor, list[int]]:
         self._on_chunk(j)
-        data, fingerprints = self._feed.take(j, check)
+        data, fingerprints = super().take(j, check)
         self._on_data(j, data)
         return data, fingerprints
-
-    def done(self, j: int) -> None:
-        self._feed.done(j)
 
 
 @contextmanager

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
 from weightsync.backends.base import Reader
-from weightsync.backends.gloo.sender import Chain
-from weightsync.backends.gloo.trainer import ADDRESS_VARIABLE, _Joining, address_for
+from weightsync.backends.gloo.group import BoundedCall
+from weightsync.backends.gloo.trainer import ADDRESS_VARIABLE, address_for
 
 
 def to(target: str, local_address: str | None) -> Reader:
@@ -41,10 +39,9 @@ def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.Mon
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_whatever_keeps_the_sender_from_its_own_group_is_raised() -> None:
-    class Failing:
-        def join(self) -> None:
-            raise RuntimeError("CUDA error: out of memory")
+    def join() -> None:
+        raise RuntimeError("CUDA error: out of memory")
 
-    joining = _Joining(cast(Chain, Failing()))
+    joining = BoundedCall(join)
     with pytest.raises(RuntimeError, match="out of memory"):
-        joining.finish()
+        joining.result(None)

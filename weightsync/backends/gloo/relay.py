@@ -31,8 +31,8 @@ from weightsync.weights.layout import units_per_chunk
 class Downstream:
     """Sends headers and chunks to the next host. Used by the relay's thread alone.
 
-    Sends are identified by the index of their header, or by the buffer (`place`) of their chunk.
-    Nothing is sent without a next host, and after a failed send, which is passed to `on_failure`.
+    The memory of a send is in use until `wait`. Nothing is sent without a next host, and after a
+    failed send, which is passed to `on_failure`.
     """
 
     def __init__(
@@ -46,58 +46,33 @@ class Downstream:
         self._is_sending = self._next < len(info.members)
         self._patience_s = patience_s(info.timeout_s, info.rank, len(info.members))
         self._on_failure = on_failure
-        self._headers: dict[int, Work] = {}
-        self._chunks: dict[int, Work] = {}
+        self._sent: dict[int, Work] = {}  # by the address of the memory
 
-    def send_header(self, index: int, buffer: torch.Tensor) -> None:
-        """Send a header; `buffer` is in use until `wait_header`."""
-        self._send(self._headers, index, lambda: self._group.send(buffer, self._next, HEADER_LANE))
-
-    def send(self, place: int, memory: torch.Tensor, chunk: int) -> None:
-        """Send a chunk, `uint8[nbytes]`; `memory` is in use until `wait_chunk`."""
-        self._send(
-            self._chunks, place, lambda: self._group.send(memory, self._next, data_lane(chunk))
-        )
-
-    def wait_header(self, index: int) -> None:
-        """Wait until a header is sent, or failed."""
-        self._wait(self._headers, index)
-
-    def wait_chunk(self, place: int) -> None:
-        """Wait until the chunk in the buffer `place` is sent, or failed."""
-        self._wait(self._chunks, place)
-
-    def wait_chunks(self) -> None:
-        """Wait until all chunks are sent, or failed."""
-        for place in list(self._chunks):
-            self.wait_chunk(place)
-
-    def wait_all(self) -> None:
-        """Wait until all headers and chunks are sent, or failed."""
-        self.wait_chunks()
-        for index in list(self._headers):
-            self.wait_header(index)
-
-    def forget_chunks(self) -> None:
-        """Drop the sends of chunks. Called when the group breaks."""
-        self._chunks.clear()
-
-    def forget(self) -> None:
-        """Drop all sends, and `on_failure` with them. Called when the group is closed."""
-        self._headers.clear()
-        self._chunks.clear()
-        self._on_failure = _ignore  # breaks a reference cycle, so that memory is freed at once
-
-    def _send(self, sent: dict[int, Work], key: int, start: Callable[[], Work]) -> None:
+    def send(self, memory: torch.Tensor, lane: int) -> None:
+        """Send a header or a chunk, `uint8[nbytes]`."""
         if not self._is_sending:
             return
         try:
-            sent[key] = start()
+            self._sent[memory.data_ptr()] = self._group.send(memory, self._next, lane)
         except TransferError as exc:
             self._stop(exc)
 
-    def _wait(self, sent: dict[int, Work], key: int) -> None:
-        pending = sent.pop(key, None)
+    def wait(self, memory: torch.Tensor) -> None:
+        """Wait until what was sent from this memory is sent, or failed."""
+        self._wait(memory.data_ptr())
+
+    def wait_all(self) -> None:
+        """Wait until all headers and chunks are sent, or failed."""
+        for address in list(self._sent):
+            self._wait(address)
+
+    def forget(self) -> None:
+        """Drop all sends, and `on_failure` with them. Called when the group breaks or is closed."""
+        self._sent.clear()
+        self._on_failure = _ignore  # breaks a reference cycle, so that memory is freed at once
+
+    def _wait(self, address: int) -> None:
+        pending = self._sent.pop(address, None)
         if pending is None or not self._is_sending:
             return
         try:
@@ -261,7 +236,6 @@ class ChainRelay:
         self._group.close()
         self._buckets.clear()
         self._scratch.clear()
-        self._downstream.forget()
         self._current = self._submitted = None
         # The frames of the previous error refer to operations, and so to the group's sockets.
         self.failure = TransferError("the private group was left")
@@ -276,7 +250,7 @@ class ChainRelay:
                 self._await_previous(posted)
                 self._progress = time.monotonic()
                 posted = self._post_header(count + 1)
-                self._downstream.send_header(count % _HEADERS, header.buffer)
+                self._downstream.send(header.buffer, HEADER_LANE)
                 if header.leaves:
                     return self._leave()
                 self._handle(header)
@@ -304,7 +278,7 @@ class ChainRelay:
                 if relay_update is not None and not relay_update.done.is_set():
                     relay_update.fail(error)
         self._arriving.clear()
-        self._downstream.forget_chunks()
+        self._downstream.forget()
         self._group.abort()
 
     def _handle(self, header: ChunkHeader) -> None:
@@ -330,9 +304,7 @@ class ChainRelay:
         place = self._place(header)
         buffer = self._buckets[place] if place >= 0 else self._scratch[-place - 1]
         # The whole buffer: Gloo ends a process that is sent more bytes than it waits for.
-        pending = self._receive(
-            lambda: self._group.receive(buffer, self._rank - 1, data_lane(header.chunk))
-        )
+        pending = self._receive(buffer, data_lane(header.chunk))
         self._arriving.append(
             _InFlight(
                 chunk=header.chunk,
@@ -356,7 +328,7 @@ class ChainRelay:
                 room = self._control.entries // self._control.slots
                 self._control.write_fingerprints(arrival.place * room, arrival.fingerprints)
                 self._writer.publish(arrival.chunk)
-            self._downstream.send(arrival.place, arrival.memory, arrival.chunk)
+            self._downstream.send(arrival.memory, data_lane(arrival.chunk))
             if arrival.last:
                 self._complete(relay_update)
 
@@ -406,15 +378,15 @@ class ChainRelay:
                     check=self._check_progress(relay_update),
                     timeout_s=self._patience(at_ring=True),
                 )
-                self._downstream.wait_chunk(bucket)
+                self._downstream.wait(self._buckets[bucket])
                 return bucket
             except WeightSyncError as exc:
                 self._drop(exc)
         if not self._scratch:
             self._scratch = [torch.empty_like(self._buckets[0]) for _ in range(_IN_FLIGHT)]
-        place = -1 - header.chunk % _IN_FLIGHT
-        self._downstream.wait_chunk(place)
-        return place
+        scratch = header.chunk % _IN_FLIGHT
+        self._downstream.wait(self._scratch[scratch])
+        return -1 - scratch
 
     def _check_fits(self, relay_update: RelayUpdate, header: ChunkHeader) -> None:
         sizes = relay_update.sizes
@@ -458,7 +430,7 @@ class ChainRelay:
 
     def _complete(self, relay_update: RelayUpdate | None) -> None:
         """Wait until all chunks are sent and read by this host's readers, then set `done`."""
-        self._downstream.wait_chunks()
+        self._downstream.wait_all()
         if relay_update is None or relay_update is not self._current:
             return
         try:
@@ -473,14 +445,13 @@ class ChainRelay:
         relay_update.done.set()
 
     def _post_header(self, turn: int) -> Work:
-        index = turn % _HEADERS
-        self._downstream.wait_header(index)
-        buffer = self._headers[index].buffer
-        return self._receive(lambda: self._group.receive(buffer, self._rank - 1, HEADER_LANE))
+        buffer = self._headers[turn % _HEADERS].buffer
+        self._downstream.wait(buffer)
+        return self._receive(buffer, HEADER_LANE)
 
-    def _receive(self, receive: Callable[[], Work]) -> Work:
+    def _receive(self, buffer: torch.Tensor, lane: int) -> Work:
         try:
-            return receive()
+            return self._group.receive(buffer, self._rank - 1, lane)
         except TransferError as exc:
             raise self._named_error(exc) from exc
 

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
@@ -36,33 +35,48 @@ from weightsync.weights.layout import units_per_chunk
 _IN_FLIGHT = 3
 
 
-class ChunkFeed(Protocol):
-    """The chunks of one update, for the chain. Used by the chain's thread alone.
+class RingFeed:
+    """The chunks of one update, in the sender's own ring, which it reads as `reader`.
 
-    `chunks` has the bytes of each chunk. At most `depth` chunks may be taken and not yet done.
-    `fingerprint_room` is the largest number of fingerprints of a chunk of this ring.
+    Constructed after the engine's `begin`, used by the chain's thread alone. `chunks` has the bytes
+    of each chunk. At most `depth` chunks may be taken and not yet done. `fingerprint_room` is the
+    largest number of fingerprints of a chunk. Raises BackendUnavailableError for buckets on a GPU.
     """
 
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def chunks(self) -> Sequence[int]: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def fingerprint_room(self) -> int: ...
+    def __init__(self, engine: IpcTrainerEngine, reader: int) -> None:
+        stream = engine.stream
+        if stream.buckets[0].device.type != "cpu":
+            device = stream.buckets[0].device
+            raise BackendUnavailableError(
+                f"the path gloo sends from host memory, and this ring is on {device}; take path "
+                "shared_memory, which stages through the host"
+            )
+        layout = stream.layout
+        self._stream = stream
+        self._units = [chunk.last_unit - chunk.first_unit for chunk in layout.chunks]
+        self._reader = RingReader(
+            stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
+        )
+        engine.never_spin()
+        self.epoch = stream.epoch
+        self.depth = len(stream.buckets)
+        self.chunks = [chunk.stop - chunk.start for chunk in layout.chunks]
+        self.fingerprint_room = units_per_chunk(stream.buckets[0].numel(), layout.unit_nbytes)
 
     def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
-        """Wait for chunk `j`; return it (`uint8[nbytes]`, host memory) and its fingerprints.
+        """Wait for chunk `j`; return it (`uint8[nbytes]`, its bucket) and its fingerprints.
 
         Valid until `done(j)`. Calls `check` during the wait, which raises to end it.
         """
+        stream, control = self._stream, self._stream.control
+        bucket = self._reader.wait(j, check=check, timeout_s=stream.timeout_s)
+        room = control.entries // control.slots
+        count = self._units[j] if stream.verify else 0
+        return stream.buckets[bucket][: self.chunks[j]], control.fingerprints(bucket * room, count)
 
     def done(self, j: int) -> None:
         """Release chunk `j` after it was sent; its memory may be overwritten."""
+        self._reader.release(j)
 
 
 class _Stopped(TransferError):
@@ -75,7 +89,7 @@ class ChainSender:
     def __init__(
         self,
         group: PrivateGroup,
-        feed: ChunkFeed,
+        feed: RingFeed,
         first: str,
         timeout_s: float,
         report: Callable[[TransferError], TransferError],
@@ -124,8 +138,8 @@ class ChainSender:
             )
             pending: list[Work] = []
             self._in_flight.append((j, pending))
-            pending.append(self._send(header))
-            pending.append(self._send_chunk(data, j))
+            pending.append(self._send(header.buffer, HEADER_LANE))
+            pending.append(self._send(data, data_lane(j)))
             while len(self._in_flight) >= depth:
                 self._await_oldest()
         while self._in_flight:
@@ -161,18 +175,12 @@ class ChainSender:
     def _send_status(self, status: HeaderStatus) -> None:
         header = self._headers[0]
         header.fill(status, self._feed.epoch)
-        self._send(header).wait(self._timeout_s)
+        self._send(header.buffer, HEADER_LANE).wait(self._timeout_s)
 
-    def _send(self, header: ChunkHeader) -> Work:
-        return self._started(lambda: self._group.send(header.buffer, FIRST, HEADER_LANE))
-
-    def _send_chunk(self, data: torch.Tensor, chunk: int) -> Work:
-        return self._started(lambda: self._group.send(data, FIRST, data_lane(chunk)))
-
-    def _started(self, send: Callable[[], Work]) -> Work:
+    def _send(self, memory: torch.Tensor, lane: int) -> Work:
         """Start a send. Any error breaks the group: the peer waits for bytes that are not sent."""
         try:
-            return send()
+            return self._group.send(memory, FIRST, lane)
         except Exception as exc:
             self.broke = True
             error = TransferError(f"the host of {self._first} cannot be reached: {exc}")
@@ -187,45 +195,6 @@ SENDER = "the sender"
 _CHECK_S = 0.05
 _SIGNS_S = 0.2
 _LEAVE_S = 1.0
-
-
-class RingFeed:
-    """A ChunkFeed of the sender's own ring, which it reads as `reader`.
-
-    Constructed after the engine's `begin`. Raises BackendUnavailableError for buckets on a GPU.
-    """
-
-    def __init__(self, engine: IpcTrainerEngine, reader: int) -> None:
-        stream = engine.stream
-        if stream.buckets[0].device.type != "cpu":
-            device = stream.buckets[0].device
-            raise BackendUnavailableError(
-                f"the path gloo sends from host memory, and this ring is on {device}; take path "
-                "shared_memory, which stages through the host"
-            )
-        layout = stream.layout
-        self._stream = stream
-        self._units = [chunk.last_unit - chunk.first_unit for chunk in layout.chunks]
-        self._reader = RingReader(
-            stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
-        )
-        engine.never_spin()
-        self.epoch = stream.epoch
-        self.depth = len(stream.buckets)
-        self.chunks = [chunk.stop - chunk.start for chunk in layout.chunks]
-        self.fingerprint_room = units_per_chunk(stream.buckets[0].numel(), layout.unit_nbytes)
-
-    def take(self, j: int, check: Check) -> tuple[torch.Tensor, list[int]]:
-        """Wait for chunk `j`, and return it in its bucket; see ChunkFeed."""
-        stream, control = self._stream, self._stream.control
-        bucket = self._reader.wait(j, check=check, timeout_s=stream.timeout_s)
-        room = control.entries // control.slots
-        count = self._units[j] if stream.verify else 0
-        return stream.buckets[bucket][: self.chunks[j]], control.fingerprints(bucket * room, count)
-
-    def done(self, j: int) -> None:
-        """Release the bucket."""
-        self._reader.release(j)
 
 
 class Chain:
@@ -313,7 +282,7 @@ class Chain:
         shown = self._signs[rank]
         return shown[reader] if reader < len(shown) else None
 
-    def start(self, feed: ChunkFeed) -> None:
+    def start(self, feed: RingFeed) -> None:
         """Start to send an update's chunks, in a thread. Raises TransferError when broken."""
         failure = self.failure
         if self._group is None or failure is not None:

@@ -6,7 +6,6 @@ On each host one receiver is a member of a private group; the host's other recei
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from weightsync.backends.base import (
     TransferProgress,
     decode_payload,
 )
+from weightsync.backends.gloo.group import BoundedCall
 from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate, RingShape
 from weightsync.backends.gloo.receiver import init_of
 from weightsync.backends.gloo.sender import Chain, RingFeed
@@ -79,7 +79,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
             timeout_s=self._timeout_s,
         )
         try:
-            joining = _Joining(chain)
+            joining = BoundedCall(chain.join)  # while the init messages are in flight
             shape = ring_shape(ring)
             inits = {
                 leader.index: GlooInit(group=chain.info(rank), shape=shape)
@@ -94,7 +94,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
                 excused = [index for index in excused if index in replies.failed]
                 chain.close()
                 return [] if set(excused) == set(replies.failed) else excused
-            joining.finish()
+            joining.result(None)
         except BaseException:
             chain.close()
             raise
@@ -237,27 +237,6 @@ class _ChainProgress:
 
     def taken_nbytes(self, reader: int) -> int:
         return self._own.taken_nbytes(RELAY_READER)
-
-
-class _Joining:
-    """Joins rank 0 to its own group, in a thread, while the init messages are in flight."""
-
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._join, name="weightsync-join", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _join(self) -> None:
-        try:
-            self._chain.join()
-        except BaseException as exc:  # noqa: BLE001  # raised by `finish`, in the caller's thread
-            self._error = exc
 
 
 def ring_shape(ring: IpcInit) -> RingShape:
