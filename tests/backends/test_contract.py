@@ -51,8 +51,7 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         seen = [tensor.clone() for tensor in transfer._opened.registered.tensors]
         seen[0][5] ^= 1
         memory = Memory(seen)
-        transfer._opened = dataclasses.replace(transfer._opened, registered=memory)
-        transfer._copy_plans = {}
+        transfer._opened = dataclasses.replace(transfer._opened, registered=memory, copy_plans={})
         genuine(transfer, load_target)
 
     monkeypatch.setattr(IncomingTransfer, "_from_storages", from_storages)

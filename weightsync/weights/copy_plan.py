@@ -180,6 +180,17 @@ class CopyAndHash:
         return got
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Fingerprints of several units that are read where they are, and not copied."""
+
+    hashers: Sequence[Callable[[], int]]
+
+    def run(self) -> list[int]:
+        """Return the fingerprint of each unit."""
+        return [hasher() for hasher in self.hashers]
+
+
 class AddressMap:
     """Host addresses of a stream: of each tensor in `memory`, or of one chunk in a bucket.
 
@@ -327,13 +338,13 @@ class CopyPlan:
     """Compiled units that follow one another from byte `start` of the stream.
 
     `verify` says whether they are fingerprinted. `joined` executes all of them at once, where all
-    copy whole tensors on the host.
+    copy whole tensors on the host, or instead of them.
     """
 
     start: int
     units: Sequence[CompiledUnit]
     verify: bool
-    joined: HostCopies | CopyAndHash | None
+    joined: HostCopies | CopyAndHash | Reads | None
 
     @classmethod
     def of(cls, start: int, units: Sequence[CompiledUnit], *, verify: bool) -> CopyPlan:

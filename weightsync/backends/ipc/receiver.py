@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.transfer import (
-    Assembly,
     IncomingTransfer,
     OpenedMemory,
     chunked_layout,
@@ -20,14 +19,12 @@ from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.shm.host_keys import pick
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.copy_plan import CopyPlan, Memory
+from weightsync.weights.copy_plan import Memory
 from weightsync.weights.layout import StreamLayout, units_per_chunk
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo
 
-_KEPT_COPY_PLANS = 4
-"""Number of compiled lists of copy plans that are kept, for the ring and registered memory."""
 _OWN_NAME = "this receiver"
 
 
@@ -41,8 +38,6 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         self._keys = list(device_keys)
         self._relayed = relayed
         self._opened: OpenedMemory | None = None
-        self._copy_plans: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = {}
-        self._assembly = Assembly()
         self._since = time.monotonic()
         self._at_work = False
 
@@ -57,8 +52,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 f"there is no reader {offer.reader} among the {offer.num_readers} of this ring; "
                 "the init_info is damaged"
             )
-        opened: list[Callable[[], None]] = []
-        try:
+        with ExitStack() as kept:
             control = Control.open(
                 offer.control.name,
                 offer.control.nbytes,
@@ -66,57 +60,53 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 readers=offer.num_readers,
                 entries=offer.entries,
             )
-            opened.append(control.close)
+            kept.callback(control.close)
             _check_number(init_info.number, control)
             _check_size(offer, manifest)
             data = OpenMemory(pick(ring.data, self._keys))
-            opened.append(data.close)
-            storages = _open_storages(offer, self._keys, opened)
+            kept.callback(data.close)
+            storages: list[OpenMemory] = []
+            for handle in offer.storages.handles if offer.storages else []:
+                storages.append(OpenMemory(pick(handle, self._keys)))
+                kept.callback(storages[-1].close)
             stored = offer.storages
             fenced = ring.data if stored is None or not stored.handles else stored.handles[0]
             fence = open_fence(offer.ready, fenced, self._keys, num_buckets=ring.num_buckets)
             if fence is not None:
-                opened.append(fence.close)
+                kept.callback(fence.close)
             whole = StreamLayout(manifest, unit_nbytes=offer.unit_nbytes)
+            buckets = [
+                data.part(i * ring.bucket_nbytes, ring.bucket_nbytes)
+                for i in range(ring.num_buckets)
+            ]
+            kept.callback(buckets.clear)  # before the memory that they view is closed
+            registered = _registered(offer, whole, storages)
+            _check_entries(offer, whole)
+            # An earlier init with the same number may have set another value.
+            control.take_events(offer.reader, 0 if fence is None else init_info.number)
             self._opened = OpenedMemory(
                 info=offer,
                 sender=init_info.sender,
                 lease_s=init_info.lease_s,
                 relayed=self._relayed,
-                manifest=manifest,
                 control=control,
                 ring=data,
-                buckets=[
-                    data.part(i * ring.bucket_nbytes, ring.bucket_nbytes)
-                    for i in range(ring.num_buckets)
-                ],
+                buckets=buckets,
                 storages=storages,
                 whole=whole,
                 chunked=chunked_layout(manifest, offer),
-                registered=_registered(offer, whole, storages),
+                registered=registered,
                 fence=fence,
+                kept=kept.pop_all(),
             )
-            _check_entries(self._opened)
-            # An earlier init with the same number may have set another value.
-            control.take_events(offer.reader, 0 if fence is None else init_info.number)
-        except BaseException:
-            self._opened = None
-            for close in reversed(opened):
-                close()
-            raise
 
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
         """Load a registered update into its load target; see the contract."""
         self._at_work = True
         try:
-            received = IncomingTransfer(
-                self._open, update_info, context, self._copy_plans, self._assembly
-            ).run()
+            return IncomingTransfer(self._open, update_info, context).run()
         finally:
             self._at_work = False
-        while len(self._copy_plans) > _KEPT_COPY_PLANS:
-            self._copy_plans.pop(next(iter(self._copy_plans)))
-        return received
 
     def sender_alive(self) -> bool:
         """Whether the sender's control segment is locked; False once closed. Thread-safe."""
@@ -174,19 +164,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Close everything. Idempotent."""
         opened, self._opened = self._opened, None
-        self._copy_plans.clear()
-        self._assembly.clear()
-        if opened is None:
-            return
-        opened.buckets.clear()
-        if opened.registered is not None:
-            opened.registered.forget()
-        if opened.fence is not None:
-            opened.fence.close()
-        for storage in opened.storages:
-            storage.close()
-        opened.ring.close()
-        opened.control.close()
+        if opened is not None:
+            opened.close()
 
     @property
     def _open(self) -> OpenedMemory:
@@ -209,16 +188,6 @@ def _mappings(opened: OpenedMemory) -> list[tuple[str, str, int]]:
 def _holds_chunk(opened: OpenedMemory) -> bool:
     """Whether this reader has not released a published chunk."""
     return opened.control.released(opened.info.reader) < opened.control.published
-
-
-def _open_storages(
-    info: IpcInit, keys: list[str], opened: list[Callable[[], None]]
-) -> list[OpenMemory]:
-    memories: list[OpenMemory] = []
-    for handle in info.storages.handles if info.storages else []:
-        memories.append(OpenMemory(pick(handle, keys)))
-        opened.append(memories[-1].close)
-    return memories
 
 
 def _registered(info: IpcInit, whole: StreamLayout, storages: list[OpenMemory]) -> Memory | None:
@@ -262,11 +231,10 @@ def _check_size(info: IpcInit, manifest: Manifest) -> None:
         )
 
 
-def _check_entries(opened: OpenedMemory) -> None:
-    per_chunk = units_per_chunk(opened.info.ring.bucket_nbytes, opened.info.unit_nbytes)
-    needed = max(opened.info.ring.num_buckets * per_chunk, len(opened.whole.units))
-    if opened.info.entries < needed:
+def _check_entries(info: IpcInit, whole: StreamLayout) -> None:
+    per_chunk = units_per_chunk(info.ring.bucket_nbytes, info.unit_nbytes)
+    needed = max(info.ring.num_buckets * per_chunk, len(whole.units))
+    if info.entries < needed:
         raise HandleError(
-            f"the control segment has room for {opened.info.entries} fingerprints, "
-            f"{needed} are needed"
+            f"the control segment has room for {info.entries} fingerprints, {needed} are needed"
         )

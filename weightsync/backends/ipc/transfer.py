@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,10 +26,10 @@ from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import (
-    CompiledUnit,
     CopyPlan,
     DeviceCopyUnit,
     Memory,
+    Reads,
     UnitCompiler,
 )
 from weightsync.weights.fingerprint import xxh3
@@ -170,6 +170,8 @@ def _wait_for_copies(device: torch.device) -> None:
 
 
 _LIVENESS_INTERVAL_S = 0.05
+_KEPT_COPY_PLANS = 4
+"""Number of compiled lists of copy plans that are kept, for the ring and registered memory."""
 _STEP_UNITS = 2
 """Copy units after which a reader of registered memory publishes its progress, if it verifies."""
 _MAX_STEP_UNITS = 16
@@ -181,13 +183,16 @@ _IN_PLACE = 4
 
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
-    """The memory that an init opened: control segment, ring, registered tensors. Its layouts."""
+    """The memory that an init opened: control segment, ring, registered tensors. Its layouts.
+
+    Also what the transfers from it keep: compiled copy plans, and memory for large tensors. `kept`
+    closes the memory.
+    """
 
     info: IpcInit
     sender: str
     lease_s: float
     relayed: bool
-    manifest: Manifest
     control: Control
     ring: OpenMemory
     buckets: list[torch.Tensor]
@@ -195,7 +200,32 @@ class OpenedMemory:
     whole: StreamLayout
     chunked: StreamLayout
     registered: Memory | None
-    fence: OpenFence | None = None
+    fence: OpenFence | None
+    kept: ExitStack
+    copy_plans: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = field(
+        default_factory=dict
+    )
+    assembly: Assembly = field(default_factory=Assembly)
+
+    def keep(self, layout: StreamLayout, memory: Memory, kind: int, plans: list[CopyPlan]) -> None:
+        """Keep copy plans for later updates, and drop the oldest."""
+        # The references to the layout and the memory keep their ids unique.
+        self.copy_plans[id(layout), id(memory), kind] = ((layout, memory), plans)
+        if len(self.copy_plans) > _KEPT_COPY_PLANS:
+            self.copy_plans.pop(next(iter(self.copy_plans)))
+
+    def kept_plans(self, layout: StreamLayout, memory: Memory, kind: int) -> list[CopyPlan] | None:
+        """Return what `keep` was given, None where it is not kept."""
+        found = self.copy_plans.get((id(layout), id(memory), kind))
+        return None if found is None else found[1]
+
+    def close(self) -> None:
+        """Free what is kept, and close the memory. Idempotent."""
+        self.copy_plans.clear()
+        self.assembly.clear()
+        if self.registered is not None:
+            self.registered.forget()
+        self.kept.close()
 
 
 def chunked_layout(manifest: Manifest, info: IpcInit) -> StreamLayout:
@@ -213,14 +243,10 @@ class IncomingTransfer:
         opened: OpenedMemory,
         info: RegisteredUpdate,
         context: LoadContext,
-        copy_plans: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]],
-        assembly: Assembly,
     ) -> None:
         self._opened = opened
         self._info = info
         self._context = context
-        self._copy_plans = copy_plans
-        self._assembly = assembly
         self._control = opened.control
         self._fingerprints: list[int] = []
         self._wrong: list[CopyUnit] = []
@@ -301,12 +327,7 @@ class IncomingTransfer:
         if load_target.memory is None:
             feeder = self._feeder(load_target)
             if self._info.verify:
-                read = hashers(self._compiled_in_place(registered))
-                cut = range(0, len(read), _STEP_UNITS)
-                got = self._each(
-                    [self._layout.units[i].start for i in cut],
-                    [partial(_call_all, read[i : i + _STEP_UNITS]) for i in cut],
-                )
+                got = self._each(self._read_in_place(registered))
                 self._compare(self._layout.units, got, self._published_table())
             self._refuse_wrong()
             self._context.mark_dirty()
@@ -314,7 +335,7 @@ class IncomingTransfer:
         else:
             self._context.mark_dirty()
             copy_plans = self._compile(load_target, ring=False)
-            got = self._each([p.start for p in copy_plans], [p.run for p in copy_plans])
+            got = self._each(copy_plans)
             _settle(copy_plans)
             self._compare(self._layout.units, got, self._published_table())
         if self._control.epoch != self._ring_update.epoch:
@@ -336,20 +357,20 @@ class IncomingTransfer:
         if nbytes := self._layout.largest_cut_nbytes:
             # Memory is kept for the model only: other tensors may be larger than all of its own.
             kept = nbytes <= self._opened.chunked.largest_cut_nbytes
-            assembly = self._assembly if kept else Assembly()
+            assembly = self._opened.assembly if kept else Assembly()
             place = assembly.take(nbytes, self._opened.buckets[0].device)
         return HookFeeder(self._layout, load_target, self._context, place)
 
-    def _each(self, starts: Sequence[int], steps: Sequence[Callable[[], list[int]]]) -> list[int]:
-        """Call steps of registered memory, and publish the progress for the sender."""
+    def _each(self, copy_plans: Sequence[CopyPlan]) -> list[int]:
+        """Run the plans of registered memory, and publish the progress for the sender."""
         got: list[int] = []
         reader = self._opened.info.reader
         before = self._control.loaded(reader)
-        for i, (start, step) in enumerate(zip(starts, steps, strict=True)):
+        for i, copy_plan in enumerate(copy_plans):
             if i % _CHECKED_STEPS == 0:
                 self._check()
-            self._control.load(reader, before + start)
-            got += step()
+            self._control.load(reader, before + copy_plan.start)
+            got += copy_plan.run()
         self._control.load(reader, before + self._layout.nbytes)
         return got
 
@@ -358,17 +379,20 @@ class IncomingTransfer:
         _settle([copy_plan])
         self._compare(units, got, expected)
 
-    def _compiled_in_place(self, registered: Memory) -> Sequence[CompiledUnit]:
-        """Return the units that fingerprint registered memory in place, before a hook gets it."""
-        key = (id(self._layout), id(registered), _IN_PLACE)
-        kept = self._copy_plans.get(key)
-        if kept is None:
-            compiler = UnitCompiler(self._layout, registered, registered)
-            copy_plan = CopyPlan.of(
-                0, [compiler.compile(r) for r in self._layout.units], verify=True
-            )
-            kept = self._copy_plans[key] = ((self._layout, registered), [copy_plan])
-        return kept[1][0].units
+    def _read_in_place(self, registered: Memory) -> list[CopyPlan]:
+        """Return plans that fingerprint registered memory in place, before a hook gets it."""
+        kept = self._opened.kept_plans(self._layout, registered, _IN_PLACE)
+        if kept is not None:
+            return kept
+        compiler = UnitCompiler(self._layout, registered, registered)
+        units = self._layout.units
+        read = hashers([compiler.compile(unit) for unit in units])
+        plans = [
+            CopyPlan(units[i].start, (), True, Reads(read[i : i + _STEP_UNITS]))
+            for i in range(0, len(units), _STEP_UNITS)
+        ]
+        self._opened.keep(self._layout, registered, _IN_PLACE, plans)
+        return plans
 
     def _compile(self, load_target: LoadTarget, *, ring: bool) -> list[CopyPlan]:
         """Return a copy plan for each chunk, or for each step through registered memory."""
@@ -376,10 +400,10 @@ class IncomingTransfer:
         if memory is None:
             raise TransferError("this load target has no memory of its own")
         verify = self._info.verify
-        key = (id(self._layout), id(memory), int(ring) + 2 * verify)
-        kept = self._copy_plans.get(key)
+        kind = int(ring) + 2 * verify
+        kept = self._opened.kept_plans(self._layout, memory, kind)
         if kept is not None:
-            return kept[1]
+            return kept
         registered = None if ring else self._opened.registered
         compiler = UnitCompiler(self._layout, memory, registered)
         buckets = self._opened.buckets
@@ -398,8 +422,7 @@ class IncomingTransfer:
                 for i in range(0, len(units), step)
             ]
         if self._info.manifest is None:
-            # The references to the layout and the memory keep their ids unique.
-            self._copy_plans[key] = ((self._layout, memory), copy_plans)
+            self._opened.keep(self._layout, memory, kind, copy_plans)
         return copy_plans
 
     @property
@@ -466,10 +489,6 @@ def _pin_for(memory: Memory, ring: OpenMemory) -> None:
     device = next((t.device for t in memory.tensors if t.device.type == "cuda"), None)
     if device is not None:
         ring.pin(CudaDriver(device))
-
-
-def _call_all(calls: Sequence[Callable[[], int]]) -> list[int]:
-    return [call() for call in calls]
 
 
 def _settle(copy_plans: Sequence[CopyPlan]) -> None:
