@@ -57,7 +57,7 @@ class Packer:
         self._gaps = cache(
             lambda j: list(layout.gaps(layout.chunks[j].start, layout.chunks[j].stop))
         )
-        self._views = cache(self._make_views)
+        self._views = cache(lambda j: bucket_views(layout, layout.chunks[j], self._bucket(j)))
         self._readers = cache(lambda j: bucket_reader(layout, layout.chunks[j], self._bucket(j)))
         self._batches: list[Batch] | None = None
         self._batched_from: list[int] = []
@@ -76,9 +76,9 @@ class Packer:
         through `pack`. Raises ManifestMismatchError for tensors that are offloaded or of another
         shape.
         """
-        if not (self._on_host and all(map(_is_bytes, tensors, self.layout.manifest.specs))):
-            specs = self.layout.manifest.specs
-            check_whole(specs, tensors)
+        specs = self.layout.manifest.specs
+        check_whole(specs, tensors)
+        if not (self._on_host and all(map(_is_bytes, tensors, specs))):
             batches = self._batches_of(tensors, verify=verify)
             if batches is not None:
                 yield from self._pack_batches(batches, acquire, verify=verify, wait=wait)
@@ -86,7 +86,6 @@ class Packer:
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
             yield from self.pack(pairs, acquire, verify=verify, wait=wait)
             return
-        check_whole(self.layout.manifest.specs, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._replayed_from:
             self._replayed = self._compile(tensors)
@@ -105,25 +104,36 @@ class Packer:
         The bytes of a tensor are read before the next tensor is requested from `pairs`.
         """
         j = -1
-        for index, (_, tensor) in enumerate(pairs):
-            spec = self.layout.manifest.specs[index]
-            position = self.layout.offsets[index]
-            end = position + spec.nbytes
-            flat: torch.Tensor | None = None
-            while position < end:
-                if j < 0 or position >= self.layout.chunks[j].stop:
-                    if j >= 0:
-                        yield j, self._complete(j, verify=verify, wait=wait)
-                    j += 1
-                    self._clear_gaps(j, acquire(j))
-                chunk = self.layout.chunks[j]
-                take = min(end, chunk.stop) - position
-                if take < spec.nbytes and flat is None:
-                    flat = flatten(tensor, spec)
-                self._write(j, position, take, tensor if flat is None else flat, spec, end)
-                position += take
+        for chunk, part, source in self._cut(pairs):
+            if chunk != j:
+                if j >= 0:
+                    yield j, self._complete(j, verify=verify, wait=wait)
+                j = chunk
+                self._clear_gaps(j, acquire(j))
+            self._write(j, part, source)
         if j >= 0:
             yield j, self._complete(j, verify=verify, wait=wait)
+
+    def _cut(self, pairs: NamedTensors) -> Iterator[tuple[int, TensorSlice, torch.Tensor]]:
+        """Yield the slices of tensors as they come, and the number of the chunk that each is in.
+
+        With a slice comes the tensor itself where it is whole, else the bytes of the slice.
+        """
+        chunks, j = self.layout.chunks, 0
+        for index, (_, tensor) in enumerate(pairs):
+            spec, position = self.layout.manifest.specs[index], self.layout.offsets[index]
+            begin, flat = 0, None
+            while begin < spec.nbytes:
+                while position + begin >= chunks[j].stop:
+                    j += 1
+                take = min(spec.nbytes, chunks[j].stop - position) - begin
+                part = TensorSlice(index, begin, take, position + begin)
+                if take == spec.nbytes:
+                    yield j, part, tensor.detach()
+                else:
+                    flat = flatten(tensor, spec) if flat is None else flat
+                    yield j, part, flat[begin : begin + take]
+                begin += take
 
     def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
         """Return a batch for each chunk; None for tensors on another device, or to be cast."""
@@ -149,29 +159,17 @@ class Packer:
                 batch.wait_on_stream()
             yield j, batch.fingerprints() if verify else []
 
-    def _write(
-        self, j: int, position: int, take: int, tensor: torch.Tensor, spec: TensorSpec, end: int
-    ) -> None:
-        """Copy `tensor`, or `take` bytes of it where it is split, to its place in the bucket.
-
-        `position` and `end` are bytes of the stream: of the copy, and of the end of the tensor. A
-        tensor that is split over chunks is given as its bytes (`uint8[spec.nbytes]`).
-        """
-        at = position - self.layout.chunks[j].start
-        target = self._bucket(j)[at : at + take]
-        if take < spec.nbytes:
-            begin = spec.nbytes - (end - position)
-            source = tensor[begin : begin + take]
-        else:
-            source = tensor.detach()
+    def _write(self, j: int, part: TensorSlice, source: torch.Tensor) -> None:
+        """Copy a slice, as `_cut` yields it, to its place in the bucket."""
+        spec, at = self.layout.manifest.specs[part.index], part.start - self.layout.chunks[j].start
+        target = self._bucket(j)[at : at + part.nbytes]
+        whole = part.nbytes == spec.nbytes
+        if self._on_host and source.device.type == "cpu" and (not whole or is_plain(source, spec)):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), part.nbytes)
+            return
         # A source may write its next tensor into the same pinned host memory.
-        enqueued = source.is_cuda and not self._on_host
-        if self._on_host and _is_bytes_like(source, take, spec):
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), take)
-        elif take < spec.nbytes:
-            target.copy_(source, non_blocking=enqueued)
-        else:
-            from_bytes(target, spec).copy_(source, non_blocking=enqueued)
+        place = from_bytes(target, spec) if whole else target
+        place.copy_(source, non_blocking=source.is_cuda and not self._on_host)
 
     def _complete(self, j: int, *, verify: bool, wait: bool) -> list[int]:
         fingerprints = self._fingerprints(j) if verify else []
@@ -206,9 +204,6 @@ class Packer:
             return [xxh3(view) for view in self._views(j)]
         return self._readers(j)()
 
-    def _make_views(self, j: int) -> list[memoryview]:
-        return bucket_views(self.layout, self.layout.chunks[j], self._bucket(j))
-
 
 def bucket_views(layout: StreamLayout, chunk: Chunk, bucket: torch.Tensor) -> list[memoryview]:
     """View the units of a chunk in its bucket, host memory that the caller keeps alive."""
@@ -240,12 +235,6 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
 def _is_bytes(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Whether a memmove of the whole tensor sends what `spec` describes."""
     return tensor.device.type == "cpu" and is_plain(tensor, spec)
-
-
-def _is_bytes_like(source: torch.Tensor, take: int, spec: TensorSpec) -> bool:
-    """Whether a memmove of `take` bytes does: `source` is flat bytes, or a whole plain tensor."""
-    flat = take < spec.nbytes and source.device.type == "cpu"
-    return flat or (take == spec.nbytes and _is_bytes(source, spec))
 
 
 def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -361,34 +350,24 @@ class StagedPacker(Packer):
     def _fill(self, pairs: NamedTensors) -> Iterator[Filled]:
         """Assemble chunks of tensors as they come; each is copied before the next is requested."""
         j, device_buffer = -1, None
-        for index, (_, tensor) in enumerate(pairs):
-            spec, position = self.layout.manifest.specs[index], self.layout.offsets[index]
-            end = position + spec.nbytes
-            flat: torch.Tensor | None = None
-            while position < end:
-                if j < 0 or position >= self.layout.chunks[j].stop:
-                    if device_buffer is not None:
-                        yield j, None
-                    j += 1
-                    alone = len(self._pieces[j]) == 1 and self._on_device(tensor)
-                    device_buffer = None if alone else self._clean_device_buffer(j)
-                chunk = self.layout.chunks[j]
-                take = min(end, chunk.stop) - position
-                begin = position + spec.nbytes - end
-                if flat is None and (device_buffer is None or take < spec.nbytes):
-                    flat = flatten(tensor, spec)
-                at = position - chunk.start
-                if device_buffer is None and flat is not None:
-                    yield j, flat[begin : begin + take]
-                elif device_buffer is not None:
-                    place, part = device_buffer[at : at + take], tensor.detach()
-                    if flat is not None:
-                        part = flat[begin : begin + take]
-                    else:
-                        place = from_bytes(place, spec)
-                    # Also from pinned memory: the source may overwrite it for its next tensor.
-                    place.copy_(part, non_blocking=part.device.type != "cpu")
-                position += take
+        for chunk, part, source in self._cut(pairs):
+            if chunk != j:
+                if device_buffer is not None:
+                    yield j, None
+                j = chunk
+                alone = len(self._pieces[j]) == 1 and self._on_device(source)
+                device_buffer = None if alone else self._clean_device_buffer(j)
+            spec = self.layout.manifest.specs[part.index]
+            whole = part.nbytes == spec.nbytes
+            if device_buffer is None:
+                yield j, flatten(source, spec) if whole else source
+                continue
+            at = part.start - self.layout.chunks[j].start
+            place = device_buffer[at : at + part.nbytes]
+            if whole:
+                place = from_bytes(place, spec)
+            # Also from pinned memory: the source may overwrite it for its next tensor.
+            place.copy_(source, non_blocking=source.device.type != "cpu")
         if device_buffer is not None:
             yield j, None
 
