@@ -375,7 +375,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             said.append("settle")
 
     class Lane:
-        def run(self, work: Callable[[], None], spans: object) -> Lane:
+        def run(self, work: Callable[[], None]) -> Lane:
             work()
             said.append("launch")
             return self

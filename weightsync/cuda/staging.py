@@ -113,11 +113,13 @@ class CudaCopyStream:
 
     def run(self, copy: Callable[[], object]) -> CopyWork:
         """Enqueue `copy` after all work now on the caller's current stream; does not wait."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copy()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-        event.record(self._stream)
+        # Each thread has its own current device, and Triton launches on that one.
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                copy()
+            event.record(self._stream)
         return CudaCopyWork(event, self._device)
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from weightsync.cuda.staging import CopyWork, CudaCopyWork
+from weightsync.cuda.staging import CopyWork, CudaCopyStream
 from weightsync.weights.checksums import MASK, WORD, settled
 from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
 from weightsync.weights.fingerprint import mix64
@@ -190,7 +189,7 @@ class Batch:
     def launch(self) -> None:
         """Enqueue the work after all work now on the caller's current stream; does not wait."""
         self._found = None
-        self._done = self._stream.run(self._enqueue, self.spans)
+        self._done = self._stream.run(self._enqueue)
 
     def wait(self) -> None:
         """Return when the last launch is complete."""
@@ -212,11 +211,14 @@ class Batch:
         return self._found
 
     def _enqueue(self) -> None:
+        first = None if self.spans is None else _record()
         if self._sums is not None:
             self._sums.zero_()
         self._kernel.launch(self._tiles, self._sums, copies=self._copies)
         if self._sums is not None:
             self._host.copy_(self._sums, non_blocking=True)
+        if self.spans is not None and first is not None:
+            self.spans.append((first, _record()))
 
 
 class _Done:
@@ -235,47 +237,26 @@ _DONE = _Done()
 class _HostStream:
     """Runs kernels on the host, complete on return: those of Triton's interpreter."""
 
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> CopyWork:
-        work()
+    def run(self, copy: Callable[[], object]) -> CopyWork:
+        copy()
         return _DONE
-
-
-class _CudaStream:
-    """The stream of a device's fused copies, beside the streams of other kernels."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-
-    def run(self, work: Callable[[], None], spans: list[Span] | None) -> CopyWork:
-        timed = spans is not None
-        # Each thread has its own current device, and Triton launches on that one.
-        with torch.cuda.device(self._device):
-            first, last = _event(timed=timed), _event(timed=timed)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with self._on_stream():
-                first.record(self._stream)
-                work()
-                last.record(self._stream)
-        if spans is not None:
-            spans.append((first, last))
-        return CudaCopyWork(last, self._device)
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
 
 
 def _nbytes(unit: DeviceCopyUnit) -> int:
     return sum(source.numel() for source in unit.sources) + sum(nbytes for _, nbytes in unit.gaps)
 
 
-def _event(*, timed: bool) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's
+def _record() -> torch.cuda.Event:
+    """Record a timed event on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    event.record()
+    return event
 
 
 @cache
-def _stream_of(device: torch.device) -> _HostStream | _CudaStream:
-    return _CudaStream(device) if device.type == "cuda" else _HostStream()
+def _stream_of(device: torch.device) -> _HostStream | CudaCopyStream:
+    """Return the stream of a device's fused copies, beside the streams of other kernels."""
+    return CudaCopyStream(device) if device.type == "cuda" else _HostStream()
 
 
 @dataclass(frozen=True, slots=True)
