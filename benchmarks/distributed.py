@@ -31,11 +31,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 import weightsync as ws
+from weightsync.backends.base import TransferOptions
 from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
 from weightsync.backends.gloo.receiver import init_of
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.gloo.trainer import ring_shape
-from weightsync.backends.ipc.sender import MAX_READERS, IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import MAX_READERS, IpcTrainerEngine
 from weightsync.weights.source import ModuleSource
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -111,7 +112,7 @@ class Trial:
         self.workers = workers
         self.engine = IpcTrainerEngine(
             ModuleSource(model),
-            IpcOptions(packed=True, bucket_nbytes=bucket_nbytes, num_buckets=num_buckets),
+            TransferOptions(packed=True, bucket_nbytes=bucket_nbytes, num_buckets=num_buckets),
         )
         self.chain = Chain(ADDRESS, ["worker"], epoch=1, timeout_s=TIMEOUT_S)
         with ThreadPoolExecutor(1) as pool:

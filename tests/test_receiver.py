@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.offers import offered, registered
 from tests.segments import opened_since
-from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.base import TransferOptions
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.errors import (
     ConfigError,
     HandleError,
@@ -94,7 +95,7 @@ class Trainer:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.sender_id = secrets.token_hex(8)
-        self.engine = IpcTrainerEngine(ModuleSource(module), IpcOptions(timeout_s=WAIT_S))
+        self.engine = IpcTrainerEngine(ModuleSource(module), TransferOptions(timeout_s=WAIT_S))
 
     def init(self, receiver: WeightReceiver) -> None:
         receiver.dispatch(InitRequest(init_info=self.offer()))

@@ -27,11 +27,12 @@ import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
 from tests.e2e.models import digests
 from tests.offers import next_number, offered, registered
+from weightsync.backends.base import TransferOptions
 from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
 from weightsync.backends.gloo.receiver import init_of
 from weightsync.backends.gloo.sender import Chain, RingFeed
 from weightsync.backends.gloo.trainer import ring_shape
-from weightsync.backends.ipc.sender import MAX_READERS, IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import MAX_READERS, IpcTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.source import ModuleSource, NamedTensors
@@ -152,7 +153,7 @@ class Party:
         self._address = address
         self.engine = IpcTrainerEngine(
             ModuleSource(self.model),
-            IpcOptions(
+            TransferOptions(
                 packed=True,
                 bucket_nbytes=BUCKET_NBYTES,
                 num_buckets=num_buckets,

@@ -25,12 +25,13 @@ from tests.backends.hosts import (
 )
 from tests.offers import offered
 from tests.shm.processes import Script, line_of, running
+from weightsync.backends.base import TransferOptions
 from weightsync.backends.gloo import relay
 from weightsync.backends.gloo.header import ChunkHeader
 from weightsync.backends.gloo.payload import GlooInit, GroupInfo
 from weightsync.backends.gloo.receiver import GlooWeightTransferEngine
 from weightsync.backends.gloo.trainer import ring_shape
-from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import InitRequest
@@ -350,7 +351,8 @@ signal.pause()
 def offer_of_a_group(address: str, port: int) -> InitInfo:
     """What the only member of a group is offered."""
     engine = IpcTrainerEngine(
-        ModuleSource(Model()), IpcOptions(packed=True, bucket_nbytes=BUCKET_NBYTES, num_buckets=4)
+        ModuleSource(Model()),
+        TransferOptions(packed=True, bucket_nbytes=BUCKET_NBYTES, num_buckets=4),
     )
     group = GroupInfo(
         address=address,

@@ -23,9 +23,10 @@ from tests.backends.late_events import GivenUp, LateEvents, ignore_events, open_
 from tests.gpu.receiver_process import EveryDtype, as_bytes, digests, fill, receiver_process
 from tests.offers import offered
 from tests.weights.fused_cases import HostKernel
+from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc import sender as ipc_sender
 from weightsync.backends.ipc.memory import ProbeMemory, fence_on_gpu
-from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.cuda import events
 from weightsync.cuda.events import (
     CUDA,
@@ -339,7 +340,7 @@ def test_events_that_cannot_be_right_are_refused(
 def test_an_init_with_a_wrong_event_leaves_nothing_open() -> None:
     model = EveryDtype("cpu")
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
-    engine = IpcTrainerEngine(ModuleSource(model), IpcOptions(packed=True))
+    engine = IpcTrainerEngine(ModuleSource(model), TransferOptions(packed=True))
     wrong = ReadyEvents(device=host_key(), buckets=[b"short"] * 4)
     info = offered(engine)
     assert info.payload.ready is None
@@ -357,9 +358,9 @@ def test_an_init_with_a_wrong_event_leaves_nothing_open() -> None:
 
 def test_the_environment_says_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FENCE_VARIABLE, raising=False)
-    assert IpcOptions().fence == "host"
+    assert fence_from_environment() == "host"
     monkeypatch.setenv(FENCE_VARIABLE, "event")
-    assert IpcOptions().fence == "event"
+    assert fence_from_environment() == "event"
     monkeypatch.setenv(FENCE_VARIABLE, "fast")
     with pytest.raises(ConfigError, match="WEIGHTSYNC_GPU_FENCE is 'fast'; it may be host"):
         fence_from_environment()
@@ -455,10 +456,10 @@ def test_registered_memory_has_one_fence(
     monkeypatch.setattr(Noting, "devices", [], raising=False)
     monkeypatch.setattr(Noting, "driver", LateEvents(tmp_path / "events"), raising=False)
     device = torch.device("cpu")
-    options = IpcOptions(path="cuda_ipc", packed=False, fence=fence, device=device)
+    options = TransferOptions(packed=False, device=device)
     with ExitStack() as stack:
         source = ModuleSource(EveryDtype("cpu"))
-        engine = IpcTrainerEngine(source, options, make_fence=Noting)
+        engine = IpcTrainerEngine(source, options, "cuda_ipc", fence=fence, make_fence=Noting)
         stack.callback(engine.close)
         if takes:
             engine._fence.offer(0, 7)
@@ -562,7 +563,7 @@ def test_events_are_let_go_of_before_their_memory(trainer: Trainer, left: list[i
 
 
 def test_events_of_an_init_that_fails_are_let_go_of(trainer: Trainer, left: list[int]) -> None:
-    engine = trainer.engine(ModuleSource(trainer.model), IpcOptions(packed=True))
+    engine = trainer.engine(ModuleSource(trainer.model), TransferOptions(packed=True))
     receiver = ws.WeightReceiver(EveryDtype("cpu"))
     info = offered(engine)
     tight = aligned(-(-engine.manifest.nbytes // info.payload.entries))

@@ -24,7 +24,8 @@ from torch import nn
 
 import weightsync as ws
 from tests.offers import offered, registered
-from weightsync.backends.ipc.sender import IpcOptions, IpcTrainerEngine
+from weightsync.backends.base import TransferOptions
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.segment import live_segments
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.update import session
@@ -115,7 +116,7 @@ class Sender:
         self.id = secrets.token_hex(8)
         self.owner = Owner(id=self.id, name=f"owner of term {term}", term=term)
         before = {segment.name for segment in live_segments()}
-        self.engine = IpcTrainerEngine(ModuleSource(self.module), IpcOptions(timeout_s=WAIT_S))
+        self.engine = IpcTrainerEngine(ModuleSource(self.module), TransferOptions(timeout_s=WAIT_S))
         offered(self.engine)
         self._segments = {segment.name for segment in live_segments()} - before
 

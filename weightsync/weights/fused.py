@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, cast
 
@@ -281,16 +281,6 @@ class FusedUnit:
         self.batch.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class ReadUnit(FusedUnit):
-    """A unit that is read and not copied."""
-
-    def fingerprint(self) -> int:
-        """Return the unit's fingerprint; the first unit launches the batch."""
-        self.copy()
-        return self.batch.fingerprints()[self.index]
-
-
 def fuse(
     units: Sequence[CompiledUnit], *, verify: bool, kernel: Kernel | None = None
 ) -> list[CompiledUnit]:
@@ -318,7 +308,7 @@ def hashers(
     if kernel is None:
         return [unit.fingerprint for unit in units]
     batch = Batch(plain, kernel, copies=False)
-    return [ReadUnit(batch, i).fingerprint for i in range(len(units))]
+    return [partial(_read_unit, batch, i) for i in range(len(units))]
 
 
 def bucket_reader(
@@ -407,6 +397,13 @@ def _proved(device: torch.device) -> Kernel | None:
         )
         return None
     return kernel
+
+
+def _read_unit(batch: Batch, index: int) -> int:
+    """Return a unit's fingerprint; the first unit launches the batch."""
+    if index == 0:
+        batch.launch()
+    return batch.fingerprints()[index]
 
 
 def _read(batch: Batch) -> list[int]:

@@ -267,35 +267,19 @@ class HookSink(WeightSink):
         )
 
 
-class _NamesLoaded:
-    """Compares the names that a hook returned with those it was given."""
+def _check_loaded(manifest: Manifest, loaded: set[str] | None) -> None:
+    """Raise ManifestMismatchError for names that a hook was given and did not return.
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._returned_names = False
-        self._loaded: set[str] = set()
-
-    def note(self, loaded: set[str] | None) -> None:
-        if loaded is not None:
-            self._returned_names = True
-            self._loaded |= loaded
-
-    def check(self) -> None:
-        """Raise ManifestMismatchError for names that the hook was given and did not return.
-
-        A hook that returned other names (of fused layers) is not checked.
-        """
-        if not self._returned_names:
-            return
-        given = {spec.name for spec in self._manifest.specs}
-        skipped = [name for name in given if name not in self._loaded]
-        foreign = self._loaded - set(self._manifest.index)
-        if skipped and not foreign:
-            raise ManifestMismatchError(
-                f"load_weights did not load {len(skipped)} of {len(given)} tensors: "
-                f"{shorten(sorted(skipped))}; its model has no place for these names",
-                missing=sorted(skipped),
-            )
+    A hook that returned no names (None), or other names (of fused layers), is not checked.
+    """
+    given = {spec.name for spec in manifest.specs}
+    skipped = sorted(given - loaded) if loaded is not None else []
+    if loaded is not None and skipped and loaded.issubset(manifest.index):
+        raise ManifestMismatchError(
+            f"load_weights did not load {len(skipped)} of {len(given)} tensors: "
+            f"{shorten(skipped)}; its model has no place for these names",
+            missing=skipped,
+        )
 
 
 class _HookTarget(LoadTarget):
@@ -306,18 +290,20 @@ class _HookTarget(LoadTarget):
     def __init__(self, sink: HookSink, manifest: Manifest) -> None:
         self._sink = sink
         self._manifest = manifest
-        self._names = _NamesLoaded(manifest)
+        self._loaded: set[str] | None = None
         largest = max((spec.nbytes for spec in manifest.specs), default=0)
         self.peak_extra_nbytes = 2 * largest if sink.keeps_views else largest
 
     def begin(self) -> None:
-        self._names = _NamesLoaded(self._manifest)
+        self._loaded = None
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
-        self._names.note(self._sink.call(pairs))
+        loaded = self._sink.call(pairs)
+        if loaded is not None:
+            self._loaded = loaded.union(self._loaded or ())
 
     def validate(self) -> None:
-        self._names.check()
+        _check_loaded(self._manifest, self._loaded)
 
     def commit(self) -> None:
         pass
@@ -337,7 +323,6 @@ class _StagedHookTarget(LoadTarget):
         memory = self.memory
         if memory is None:
             return
-        names = _NamesLoaded(self._layout.manifest)
         specs = self._layout.manifest.specs
         tensors = [
             (spec.name, own_storage(flat)) for spec, flat in zip(specs, memory.tensors, strict=True)
@@ -347,8 +332,7 @@ class _StagedHookTarget(LoadTarget):
             (name, from_bytes(flat, spec))
             for spec, (name, flat) in zip(specs, tensors, strict=True)
         ]
-        names.note(self._sink.call(pairs))
-        names.check()
+        _check_loaded(self._layout.manifest, self._sink.call(pairs))
         pairs.clear()
         if not self._sink.keeps_views:
             refuse_kept(tensors, counts)

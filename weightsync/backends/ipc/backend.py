@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,14 +49,9 @@ class IpcBackend(Backend):
     ) -> TrainerWeightTransferEngine:
         """Return an engine with a ring or registered memory. Raises SegmentError."""
         # A receiver does not need the sending half.
-        from weightsync.backends.ipc.sender import (  # noqa: PLC0415
-            IpcOptions,
-            IpcTrainerEngine,
-            PathName,
-        )
+        from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
 
-        given = {field.name: getattr(options, field.name) for field in fields(TransferOptions)}
-        return IpcTrainerEngine(source, IpcOptions(**given, path=cast(PathName, path)))
+        return IpcTrainerEngine(source, options, path)
 
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
         """Return an engine that reads a ring or registered memory."""

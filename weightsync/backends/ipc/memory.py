@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +18,12 @@ from weightsync.cuda.staging import CopyStream, CudaCopyStream, StagedBuckets
 from weightsync.errors import ConfigError
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.ring import Control, RingWriter
-from weightsync.shm.segment import Segment, live_segments
+from weightsync.shm.segment import Segment
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copy_plan import Memory, UnitCompiler
 from weightsync.weights.fused import hashers
 from weightsync.weights.layout import StreamLayout
-from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -66,6 +64,11 @@ class Buckets:
             return None
         self._pinned = Pinned(self._buffer, driver)
         return self._stage
+
+    @property
+    def name(self) -> str:
+        """The name of the segment; an empty string on a GPU."""
+        return self._segment.name if self._segment else ""
 
     def handle(self) -> KeyedHandle:
         """Return the handle of the buckets; GPU memory is exported once per call."""
@@ -179,6 +182,11 @@ class ProbeMemory:
             self._segment = Segment.create(PROBE_NBYTES)
             self._segment.buffer[:] = content
 
+    @property
+    def name(self) -> str:
+        """The name of the segment; an empty string on a GPU."""
+        return self._segment.name if self._segment else ""
+
     def info(self) -> ProbeInfo:
         """Return the handle and digest for a reader; GPU memory is exported once per call."""
         handle = keyed_handle(self._segment, self._tensor)
@@ -191,68 +199,8 @@ class ProbeMemory:
             self._segment.close()
 
 
-Registered = SharedStream | DeviceStream | None
-
-
-class ExportedMemory:
-    """The shared memory of one engine: control segment, ring, probe and registered memory.
-
-    Read-only and thread-safe, also during an update.
-    """
-
-    def __init__(
-        self,
-        writer: RingWriter,
-        ring: Buckets,
-        probe: ProbeMemory,
-        memory: Registered,
-        *,
-        on_gpu: bool,
-    ) -> None:
-        self._writer = writer
-        self._ring = ring
-        self._memory = memory
-        # Each call of info() exports GPU memory once more, so a probe on a GPU has no name here.
-        handles = [] if on_gpu else list(probe.info().handle.values())
-        self._probe = [handle.name for handle in handles if isinstance(handle, SegmentHandle)]
-        self._since = time.monotonic()
-
-    def entries(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
-        """Return the shared memory; `names` has the names of its receivers, by reader index."""
-        age_s = time.monotonic() - self._since
-        control = self._writer.control.segment
-        ring = _segment_at(self._ring.tensors[0].data_ptr()) if self._ring.tensors else ""
-        memories = [("storage", name, nbytes) for name, nbytes in _registered(self._memory)]
-        shared = [
-            ("control", control.name, control.nbytes),
-            ("ring", ring, self._ring.nbytes),
-            ("probe", "".join(self._probe), PROBE_NBYTES),
-            *memories,
-        ]
-        readers = sorted(names.values())
-        late = sorted(names.get(place, f"reader {place}") for place in unreleased(self._writer))
-        return [
-            SharedMemoryUsage(
-                kind=kind,
-                name=name,
-                nbytes=nbytes,
-                owner=True,
-                age_s=age_s,
-                readers=readers,
-                unreleased=late if kind == "ring" else [],
-            )
-            for kind, name, nbytes in shared
-        ]
-
-
-def unreleased(writer: RingWriter) -> list[int]:
-    """Return the last update's readers that have not released a published chunk."""
-    published = writer.control.published
-    # A reader that joined since has released nothing of an earlier update.
-    return writer.control.behind(published) if published > writer.base else []
-
-
-def _registered(memory: Registered) -> list[tuple[str, int]]:
+def memory_names(memory: SharedStream | DeviceStream | None) -> list[tuple[str, int]]:
+    """Return a name for each piece of registered memory, and its bytes."""
     if isinstance(memory, SharedStream):
         return [(memory.segment.name, memory.segment.nbytes)]
     if isinstance(memory, DeviceStream):
@@ -260,6 +208,8 @@ def _registered(memory: Registered) -> list[tuple[str, int]]:
     return []
 
 
-def _segment_at(address: int) -> str:
-    """Return the name of the segment at `address`; an empty string for GPU memory."""
-    return next((s.name for s in live_segments() if s.address == address), "")
+def unreleased(writer: RingWriter) -> list[int]:
+    """Return the last update's readers that have not released a published chunk."""
+    published = writer.control.published
+    # A reader that joined since has released nothing of an earlier update.
+    return writer.control.behind(published) if published > writer.base else []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
@@ -22,18 +20,20 @@ from weightsync.backends.base import (
 )
 from weightsync.backends.ipc.memory import (
     Buckets,
-    ExportedMemory,
     PackedStream,
     ProbeMemory,
     fence_on_gpu,
     in_place_hashers,
+    memory_names,
     register,
     stage_on_gpu,
     storage_info,
+    unreleased,
 )
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
+from weightsync.cuda.memory import PROBE_NBYTES
 from weightsync.cuda.staging import StagedBuckets
 from weightsync.errors import ConfigError
 from weightsync.shm.ring import Control, RingWriter
@@ -132,8 +132,6 @@ class ReaderProgress:
         return max((self.taken_nbytes(reader) for reader in self._before), default=0)
 
 
-PathName = Literal["cuda_ipc", "shared_memory"]
-
 HOST_BUCKET_NBYTES = 2 << 20
 HOST_BUCKETS = 4
 STAGED_BUCKET_NBYTES = 8 << 20
@@ -147,37 +145,30 @@ RELAY_READER = MAX_READERS - 1
 """The reader index of a backend built on this one, for its reads of the ring."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IpcOptions(TransferOptions):
-    """Options of the engine, with its `path`.
-
-    With `fence` "event", readers on the sender's GPU wait for its events, if all of them can.
-    """
-
-    path: PathName = "shared_memory"
-    fence: Fence = field(default_factory=fence_from_environment)
-
-
 class IpcTrainerEngine(TrainerWeightTransferEngine):
     """Sends a source through a ring (packed), or from registered memory (unpacked).
 
-    `stage` adds staging memory on the source's device to a ring on the host; `make_fence` creates
-    the events of memory on a GPU. Raises SegmentError with the needed size at construction when
-    `/dev/shm` has no room.
+    `path` is `cuda_ipc` or `shared_memory`. With `fence` "event", readers on the sender's GPU wait
+    for its events, if all of them can; None takes the fence of the environment. `stage` adds
+    staging memory on the source's device to a ring on the host; `make_fence` creates the events of
+    memory on a GPU. Raises SegmentError with the needed size at construction when `/dev/shm` has no
+    room.
     """
 
     def __init__(
         self,
         source: WeightSource,
-        options: IpcOptions,
+        options: TransferOptions,
+        path: str = "shared_memory",
         *,
+        fence: Fence | None = None,
         stage: Callable[[Buckets, torch.device], StagedBuckets | None] = stage_on_gpu,
         make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
         self._source = source
         self._options = options
         self.manifest = source.manifest
-        on_gpu = options.path == "cuda_ipc"
+        on_gpu = self._probes = path == "cuda_ipc"
         stable = source.stable_tensors()
         # Tensors on a GPU that no reader can open are copied through the host, chunk by chunk.
         staged = options.device.type == "cuda" and not on_gpu
@@ -207,7 +198,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._memory = None if memory is None else keep(closing(memory))
             if isinstance(memory, SharedStream) and stable is not None:
                 memory.adopt(stable)
-            fenced = gpu if options.fence == "event" else None
+            fenced = gpu if (fence or fence_from_environment()) == "event" else None
             count = num_buckets if packed else 1
             self._fence = keep(closing(make_fence(control, fenced, count, packed=packed)))
         except BaseException:
@@ -215,9 +206,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise
         self._writer = RingWriter(self._control)
         self.reader_progress = ReaderProgress(self._control, self._whole)
-        self.exports = ExportedMemory(
-            self._writer, self._ring, self._probe_memory, self._memory, on_gpu=on_gpu
-        )
+        self._since = time.monotonic()
         self._packer = self._packer_of(self.manifest)
         self._hashers: list[Callable[[], int]] | None = None
         self._table: list[int] = []
@@ -248,7 +237,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
         """Connect readers; on a GPU after a probe, because an export that is not opened leaks."""
-        if self._options.path == "cuda_ipc":
+        if self._probes:
             probes = {reader.index: self.probe_info() for reader in readers}
             replies = yield Round(messages=probes, probe=True)
             if replies.failed:
@@ -376,8 +365,29 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._control.beat_writer()
 
     def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
-        """List what this engine exports, with its readers."""
-        return self.exports.entries(names)
+        """List what this engine exports, with its readers. Thread-safe, also during an update."""
+        control = self._control.segment
+        shared = [
+            ("control", control.name, control.nbytes),
+            ("ring", self._ring.name, self._ring.nbytes),
+            ("probe", self._probe_memory.name, PROBE_NBYTES),
+            *(("storage", name, nbytes) for name, nbytes in memory_names(self._memory)),
+        ]
+        readers = sorted(names.values())
+        late = sorted(names.get(place, f"reader {place}") for place in unreleased(self._writer))
+        age_s = time.monotonic() - self._since
+        return [
+            SharedMemoryUsage(
+                kind=kind,
+                name=name,
+                nbytes=nbytes,
+                owner=True,
+                age_s=age_s,
+                readers=readers,
+                unreleased=late if kind == "ring" else [],
+            )
+            for kind, name, nbytes in shared
+        ]
 
     def expect_finalizer(self) -> None:
         """Prepare for a close by the garbage collector, which must not move tensors in a step."""
@@ -489,7 +499,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._control.table_ready += len(self._table)
 
 
-def _ring_size(options: IpcOptions, *, on_gpu: bool) -> tuple[int, int]:
+def _ring_size(options: TransferOptions, *, on_gpu: bool) -> tuple[int, int]:
     staged = options.device.type == "cuda"
     host_bucket = STAGED_BUCKET_NBYTES if staged else HOST_BUCKET_NBYTES
     bucket_nbytes = aligned(
