@@ -33,7 +33,7 @@ class CountingKernel(HostKernel):
     def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
         self.launches += 1
         if copies:  # the sender's own pass may run beside it, and stores nothing
-            self._left = sum(len(table) for table in tiles.tables.values())
+            self._left = sum(len(table) for table in tiles.values())
         super().launch(tiles, sums, copies=copies)
 
     def store(self, target: int, content: bytes) -> None:

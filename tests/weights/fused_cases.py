@@ -40,7 +40,7 @@ class HostKernel:
     """Executes the tables of tiles byte by byte on the host."""
 
     def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
-        for alignment, table in tiles.tables.items():
+        for alignment, table in tiles.items():
             for row in table.tolist():
                 source, target, read, stored, words, first, index, _ = row
                 aligned = [end % alignment for end in (source, target)]

@@ -116,6 +116,13 @@ def test_a_kernel_that_reads_elsewhere_is_found_out() -> None:
         check_case(ODD, StrayKernel(), "cpu")
 
 
+def test_shards_stay_with_torch() -> None:
+    flat = torch.arange(64, dtype=torch.uint8)
+    rows = flat.view(torch.int64)[2:4], torch.zeros(2, dtype=torch.int64)
+    unit = DeviceCopyUnit((rows[1],), (rows[0],), (), arrived=(flat,))
+    assert fuse([unit], verify=True, kernel=HostKernel()) == [unit]
+
+
 def test_memory_of_the_host_stays_with_torch() -> None:
     flat = torch.arange(100, dtype=torch.uint8)
     unit = DeviceCopyUnit((flat.clone(),), (flat,), ())

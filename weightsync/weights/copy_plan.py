@@ -10,7 +10,8 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from itertools import starmap
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -75,8 +76,7 @@ class Memory:
         object.__setattr__(self, "tensors", ())
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One memmove: two host addresses and a number of bytes."""
 
     target: int
@@ -101,15 +101,14 @@ class HostCopyUnit:
     def copy(self) -> None:
         """Copy the unit's bytes; complete on return."""
         for copy in self.copies:
-            ctypes.memmove(copy.target, copy.source, copy.nbytes)
+            ctypes.memmove(*copy)
         for target, source in self.grids:
             target.copy_(source)
 
     def holds(self) -> bool:
         """Read the targets back; return whether they equal the source."""
-        return not any(
-            _memcmp(copy.target, copy.source, copy.nbytes) for copy in self.copies
-        ) and all(torch.equal(*grid) for grid in self.grids)
+        same = not any(_memcmp(*copy) for copy in self.copies)
+        return same and all(torch.equal(*grid) for grid in self.grids)
 
     def fingerprint(self) -> int:
         """Return the xxh3 of the whole tensors as read back, or of all bytes that arrived.
@@ -127,23 +126,16 @@ class HostCopies:
     Each copy evicts the caches, so interpreter work between copies would run on cold ones.
     """
 
-    targets: tuple[int, ...]
-    sources: tuple[int, ...]
-    sizes: tuple[int, ...]
+    copies: tuple[Copy, ...]
 
     @classmethod
     def of(cls, units: Sequence[HostCopyUnit]) -> HostCopies:
         """Return the copies of `units`, in their order."""
-        copies = [copy for unit in units for copy in unit.copies]
-        return cls(
-            tuple(copy.target for copy in copies),
-            tuple(copy.source for copy in copies),
-            tuple(copy.nbytes for copy in copies),
-        )
+        return cls(tuple(copy for unit in units for copy in unit.copies))
 
     def run(self) -> list[int]:
         """Copy everything; returns no fingerprints."""
-        deque(map(ctypes.memmove, self.targets, self.sources, self.sizes), maxlen=0)
+        deque(starmap(ctypes.memmove, self.copies), maxlen=0)
         return []
 
 
@@ -165,9 +157,8 @@ class CopyAndHash:
             view = unit.views[0]
             if len(unit.views) > 1 or not isinstance(view, memoryview):
                 return None
-            steps += [(copy.target, copy.source, copy.nbytes, None) for copy in unit.copies[:-1]]
-            last = unit.copies[-1]
-            steps.append((last.target, last.source, last.nbytes, view))
+            steps += [(*copy, None) for copy in unit.copies[:-1]]
+            steps.append((*unit.copies[-1], view))
         return cls(tuple(steps))
 
     def run(self) -> list[int]:

@@ -53,25 +53,20 @@ class Segment:
     sum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tables of tiles (`int64[tiles, FIELDS]`), by the alignment of source and target in bytes.
+Tiles = dict[int, torch.Tensor]
+"""Tables of tiles (`int64[tiles, FIELDS]`), by the alignment of source and target in bytes.
 
-    `sums` is the number of fingerprints. The tables hold addresses and keep no memory alive.
-    """
-
-    tables: dict[int, torch.Tensor]
-    sums: int
+They hold addresses and keep no memory alive."""
 
 
-def tile(segments: Iterable[Segment], device: torch.device, *, sums: int, fills: bool) -> Tiles:
+def tile(segments: Iterable[Segment], device: torch.device, *, fills: bool) -> Tiles:
     """Cut segments into tiles; with `fills` the zeros that follow a segment are written too."""
     rows: dict[int, list[tuple[int, ...]]] = {}
     for segment in segments:
         for alignment, row in _parts(segment, fills=fills):
             rows.setdefault(alignment, []).append(row)
     tables = {alignment: _cut(torch.tensor(rows[alignment])) for alignment in sorted(rows)}
-    return Tiles({a: table.to(device) for a, table in tables.items()}, sums)
+    return {alignment: table.to(device) for alignment, table in tables.items()}
 
 
 def _parts(segment: Segment, *, fills: bool) -> Iterable[tuple[int, tuple[int, ...]]]:
@@ -177,7 +172,7 @@ class Batch:
         self._sums: torch.Tensor | None = None
         # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
-            self._tiles = tile(segments, self._device, sums=len(units), fills=fills)
+            self._tiles = tile(segments, self._device, fills=fills)
             if mixes:
                 self._sums = torch.zeros(len(units), dtype=torch.int64, device=self._device)
                 pinned = self._device.type == "cuda"
@@ -288,9 +283,9 @@ def fuse(
 
     Called once for fixed memory. `kernel` None takes the Triton kernel, if it works on the GPU.
     """
-    plain = [unit for unit in units if isinstance(unit, DeviceCopyUnit)]
+    plain = _whole(units)
     kernel = kernel or kernel_of(plain, among=len(units))
-    if kernel is None:
+    if kernel is None or len(plain) < len(units):
         return list(units)
     batch = Batch(plain, kernel, mixes=verify)
     return [FusedUnit(batch, i) for i in range(len(units))]
@@ -303,12 +298,17 @@ def hashers(
 
     For units whose sources and targets are the same memory.
     """
-    plain = [unit for unit in units if isinstance(unit, DeviceCopyUnit)]
+    plain = _whole(units)
     kernel = kernel or kernel_of(plain, among=len(units))
     if kernel is None:
         return [unit.fingerprint for unit in units]
     batch = Batch(plain, kernel, copies=False)
     return [partial(_read_unit, batch, i) for i in range(len(units))]
+
+
+def _whole(units: Sequence[CompiledUnit]) -> list[DeviceCopyUnit]:
+    """Return the units of whole tensors that torch copies: a kernel copies no shards."""
+    return [u for u in units if isinstance(u, DeviceCopyUnit) and u.arrived is None]
 
 
 def bucket_reader(

@@ -31,11 +31,11 @@ _WORDS = {
 def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
     """Enqueue the work of all tiles on the current stream of their device; does not wait.
 
-    Each tile adds its mixed words to its element of `sums` (`int64[tiles.sums]`, zeros before the
-    launch); with None the kernel copies only. With `copies` it copies, reads the destination back
-    and fingerprints that; without, it fingerprints the sources.
+    Each tile adds its mixed words to its element of `sums` (`int64`, zeros before the launch);
+    with None the kernel copies only. With `copies` it copies, reads the destination back and
+    fingerprints that; without, it fingerprints the sources.
     """
-    for alignment, table in tiles.tables.items():
+    for alignment, table in tiles.items():
         count = table.shape[0]
         _mix_tiles[(count,)](
             table,

@@ -7,7 +7,8 @@ read it: the member as reader 0, the others as readers of an ordinary ring.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import ClassVar
 
 import torch
@@ -48,7 +49,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
 
     def __init__(self, device_keys: Sequence[str]) -> None:
         self._inner = IpcWeightTransferEngine(device_keys, relayed=True)
-        self._closers: list[Callable[[], None]] = []
+        self._kept = ExitStack()
         self._shape: RingShape | None = None
         self._ring: HostRing | None = None
         self._control: Control | None = None
@@ -145,30 +146,25 @@ class GlooWeightTransferEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Leave the group, free the ring. Idempotent."""
         link, self._link = self._link, None
-        closers, self._closers = self._closers, []
+        kept = self._kept.pop_all()
         self._ring = None
         self._inner.shutdown()
-
-        def free() -> None:
-            for close in reversed(closers):
-                close()
-
         if link is None:
-            free()
+            kept.close()
         else:
-            link.close(free)
+            link.close(kept.close)
         self._control = self._liveness = None
 
     def _open(self, init_info: InitInfo, group: GroupInfo, shape: RingShape) -> None:
         control = Control.create(
             slots=shape.num_buckets, readers=shape.num_readers, entries=shape.entries
         )
-        self._closers.append(control.close)
+        self._kept.callback(control.close)
         control.offered = init_info.number
         ring = Buckets(shape.num_buckets, shape.bucket_nbytes, torch.device("cpu"))
-        self._closers.append(ring.close)
+        self._kept.callback(ring.close)
         probe = ProbeMemory()
-        self._closers.append(probe.close)
+        self._kept.callback(probe.close)
         self._ring = HostRing(
             control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
             data=ring.handle(),
@@ -185,7 +181,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         rendezvous = GroupRendezvous.reach(
             info.address, info.port, epoch=info.epoch, timeout_s=info.timeout_s
         )
-        self._closers.append(rendezvous.close)
+        self._kept.callback(rendezvous.close)
         self._liveness = rendezvous.liveness
         rendezvous.enter(info.rank, info.timeout_s)
         group = PrivateGroup(rendezvous, info.rank, len(info.members), info.timeout_s)

@@ -72,7 +72,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         leaders = [on_host[0] for on_host in hosts.values()]
         ring = self._ring.offer(RELAY_READER, number)
         self._epoch += 1
-        chain = Chain(
+        chain = self._chain = Chain(
             _address_for_all(leaders),
             [leader.target for leader in leaders],
             epoch=self._epoch,
@@ -92,14 +92,9 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
                 entered = set(range(1, len(leaders) + 1)).difference(chain.absent())
                 excused = [leaders[rank - 1].index for rank in entered]
                 excused = [index for index in excused if index in replies.failed]
-                chain.close()
+                self._leave()
                 return [] if set(excused) == set(replies.failed) else excused
             joining.result(None)
-        except BaseException:
-            chain.close()
-            raise
-        self._chain = chain
-        try:
             others: dict[int, GlooInit] = {}
             for on_host in hosts.values():
                 for on_ring, reader in enumerate(on_host[1:], 1):
