@@ -12,7 +12,7 @@ import torch
 from weightsync.cuda import handles
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
-from weightsync.weights.fused import Batch, Span
+from weightsync.weights.fused import Batch
 from weightsync.wire.offers import Handle, SegmentHandle
 
 
@@ -104,9 +104,29 @@ class FreshBuffer:
             handles.collect()
 
 
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Events before and after a launch."""
+
+_spans: list[Span] = []
+
+
 def watch_launches() -> None:
-    """Collect the events of fused launches in this process from now on."""
-    Batch.spans = []
+    """Collect the events of fused launches in this process from now on; called once."""
+    enqueue = Batch._enqueue
+
+    def timed(self: Batch) -> None:
+        first = _record()
+        enqueue(self)
+        _spans.append((first, _record()))
+
+    Batch._enqueue = timed  # type: ignore[method-assign]
+
+
+def _record() -> torch.cuda.Event:
+    """Record a timed event on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    event.record()
+    return event
 
 
 def launches() -> list[float]:
@@ -114,8 +134,8 @@ def launches() -> list[float]:
 
     The first value is the time from the start of the first launch to the end of the last.
     """
-    spans: list[Span] = Batch.spans or []
-    Batch.spans = []
+    spans = _spans.copy()
+    _spans.clear()
     if not spans:
         return []
     for _, last in spans:

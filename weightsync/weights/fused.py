@@ -24,9 +24,6 @@ from weightsync.weights.layout import Chunk, StreamLayout
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Events before and after a launch."""
-
 FIELDS = 8
 """Columns of a tile: source and target address, bytes read, bytes stored, words mixed, position of
 the first word, index of the sum, unused."""
@@ -146,9 +143,6 @@ class Batch:
     with `keeps` False the caller checks before each launch that it is still there. For one thread.
     """
 
-    spans: ClassVar[list[Span] | None] = None
-    """A benchmark sets a list here: it receives the events around every launch of the process."""
-
     def __init__(
         self,
         units: Sequence[DeviceCopyUnit],
@@ -206,14 +200,11 @@ class Batch:
         return self._found
 
     def _enqueue(self) -> None:
-        first = None if self.spans is None else _record()
         if self._sums is not None:
             self._sums.zero_()
         self._kernel.launch(self._tiles, self._sums, copies=self._copies)
         if self._sums is not None:
             self._host.copy_(self._sums, non_blocking=True)
-        if self.spans is not None and first is not None:
-            self.spans.append((first, _record()))
 
 
 class _Done:
@@ -239,13 +230,6 @@ class _HostStream:
 
 def _nbytes(unit: DeviceCopyUnit) -> int:
     return sum(source.numel() for source in unit.sources) + sum(nbytes for _, nbytes in unit.gaps)
-
-
-def _record() -> torch.cuda.Event:
-    """Record a timed event on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-    event.record()
-    return event
 
 
 @cache

@@ -343,9 +343,11 @@ class ModuleSink(WeightSink):
 
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
         """Return for each offered tensor the module's tensors that receive it."""
-        wanted = self._wanted()
+        tensors, wanted = self.tensors, self._described
+        places = wanted.places()
         groups: list[list[torch.Tensor]] = [[] for _ in offered.specs]
-        for i, ((_, names), tensor) in enumerate(zip(wanted, self.tensors, strict=True)):
+        for i, (spec, tensor) in enumerate(zip(wanted.specs, tensors, strict=True)):
+            names = places[spec.name]
             source = next((offered.index[n] for n in names if n in offered.index), None)
             if source is not None:
                 groups[source] += [tensor, *self._found.tied.get(i, [])]
@@ -356,7 +358,7 @@ class ModuleSink(WeightSink):
 
         Raises ConfigError for names that the module does not have.
         """
-        index = self._index()
+        index = self._described.index
         wanted = list(index) if names is None else list(names)
         unknown = [name for name in wanted if name not in index]
         if unknown:
@@ -404,15 +406,6 @@ class ModuleSink(WeightSink):
     def _choose_swap(self) -> Swap:
         compiled = any(map(_COMPILED, self._found.modules)) or self._found.wrapped
         return "copy" if compiled or self.gpus else "pointer"
-
-    def _index(self) -> dict[str, int]:
-        return dict(self.manifest.index) if self.manifest else {}
-
-    def _wanted(self) -> list[tuple[TensorSpec, tuple[str, ...]]]:
-        if self.manifest is None:
-            return []
-        places = self.manifest.places()
-        return [(spec, places[spec.name]) for spec in self.manifest.specs]
 
 
 def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
@@ -587,7 +580,7 @@ class ShardedModuleSink(ModuleSink):
 
         Raises ConfigError for the others, since a slice has another fingerprint than its tensor.
         """
-        index = self._index()
+        index = self._described.index
         wanted = list(index) if names is None else list(names)
         tensors = self.tensors
         cut = [n for n in wanted if n in index and not self._slice(tensors[index[n]]).is_whole]
@@ -603,7 +596,7 @@ class ShardedModuleSink(ModuleSink):
         self, names: Iterable[str] | None = None
     ) -> tuple[dict[str, str], dict[str, TensorPart]]:
         """Return mix64 of tensors held in full, and the parts of the others' fingerprints."""
-        index = self._index()
+        index = self._described.index
         tensors = self.tensors
         wanted = list(index) if names is None else list(names)
         parts: dict[str, TensorPart] = {}

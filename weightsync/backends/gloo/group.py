@@ -281,15 +281,15 @@ class GroupRendezvous:
         deadline = time.monotonic() + timeout_s
         missing = list(ranks)
         while missing and not given_up() and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            missing = self.missing(missing)
             time.sleep(_POLL_S if missing else 0)
         if not missing:
             self.store.set("complete", "")
         return missing
 
-    def is_here(self, rank: int) -> bool:
-        """Whether `rank` has entered. Called in the store's own process."""
-        return self.store.check([f"here/{rank}"])
+    def missing(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of `ranks` that have not entered. Called in the store's own process."""
+        return [rank for rank in ranks if not self.store.check([f"here/{rank}"])]
 
     def give_up(self, update: int) -> None:
         """Publish that updates up to this epoch are over, for members that wait for them."""

@@ -256,8 +256,7 @@ class Chain:
     def absent(self) -> list[int]:
         """Return the ranks that have not entered the group yet."""
         rendezvous = self._rendezvous
-        ranks = range(FIRST, len(self.members))
-        return [rank for rank in ranks if rendezvous is not None and not rendezvous.is_here(rank)]
+        return rendezvous.missing(range(FIRST, len(self.members))) if rendezvous else []
 
     @property
     def broken(self) -> bool:

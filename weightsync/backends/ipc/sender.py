@@ -44,7 +44,7 @@ from weightsync.weights.layout import UNIT_NBYTES, StreamLayout, aligned, units_
 from weightsync.weights.packer import Packer, StagedPacker
 from weightsync.weights.source import NamedTensors, WeightSource, checked
 from weightsync.wire.messages import SharedMemoryUsage
-from weightsync.wire.offers import ProbeInfo, RingInfo, SegmentHandle
+from weightsync.wire.offers import RingInfo, SegmentHandle
 
 LEAD_NBYTES = 1 << 20
 """Bytes. With 4 MiB verification takes twice as long, without a limit three to four times."""
@@ -238,16 +238,12 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
     def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
         """Connect readers; on a GPU after a probe, because an export that is not opened leaks."""
         if self._probes:
-            probes = {reader.index: self.probe_info() for reader in readers}
+            probes = {reader.index: self._probe_memory.info() for reader in readers}
             replies = yield Round(messages=probes, probe=True)
             if replies.failed:
                 return ()
         yield Round(messages={r.index: self.init_payload(r, number) for r in readers})
         return ()
-
-    def probe_info(self) -> ProbeInfo:
-        """Return the probe; GPU memory is exported once per call."""
-        return self._probe_memory.info()
 
     def init_payload(self, reader: Reader, number: int) -> IpcInit:
         """Return the payload of a reader; GPU memory is exported once per call."""
@@ -262,7 +258,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise ConfigError(f"one sender has at most {MAX_READERS} readers; {reader} is too many")
         self._control.offered = number
         return IpcInit(
-            probe=self.probe_info(),
+            probe=self._probe_memory.info(),
             control=SegmentHandle(
                 name=self._control.segment.name, nbytes=self._control.segment.nbytes
             ),
