@@ -6,7 +6,6 @@ import gc
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from tests.offers import offered
 from tests.shm.processes import Script, line_of, running
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.gloo import relay
-from weightsync.backends.gloo.header import ChunkHeader
+from weightsync.backends.gloo.header import ChunkHeader, HeaderBuffer
 from weightsync.backends.gloo.payload import GlooInit, GroupInfo
 from weightsync.backends.gloo.receiver import GlooWeightTransferEngine
 from weightsync.backends.gloo.trainer import ring_shape
@@ -264,18 +263,17 @@ def test_a_flipped_bit_is_found() -> None:
 def test_a_head_that_lies_ends_the_update_and_no_process(
     monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    fill = ChunkHeader.fill
+    write = HeaderBuffer.write
 
-    def lie(self: ChunkHeader, *args: Any, **said: Any) -> None:
-        if said.get("chunk") == 3:
-            said["nbytes"] += nbytes
-        fill(self, *args, **said)
+    def lie(self: HeaderBuffer, header: ChunkHeader) -> None:
+        lied = header.nbytes + nbytes if header.chunk == 3 else header.nbytes
+        write(self, header._replace(nbytes=lied))
 
     with party(1, 2, timeout_s=SHORT_S) as fleet:
         send_well(fleet, 1)
         before = fleet.model.content()
         with monkeypatch.context() as patched:
-            patched.setattr(ChunkHeader, "fill", lie)
+            patched.setattr(HeaderBuffer, "write", lie)
             fleet.model.fill(2)
             assert any(isinstance(error, ws.ProtocolError) for error in fleet.send())
         for worker in fleet.workers:
@@ -321,15 +319,15 @@ def test_a_member_whose_sender_falls_silent_frees_its_ring(
     others = set(mapped())
     script = """
 import signal
-from weightsync.backends.gloo.header import ChunkHeader, HeaderStatus
+from weightsync.backends.gloo.header import ChunkHeader, HeaderBuffer, HeaderStatus
 from weightsync.backends.gloo.sender import Chain
 from weightsync.backends.gloo.group import HEADER_LANE
 chain = Chain("127.0.0.1", ["a member"], epoch=1, timeout_s=30)
 print(chain.info(1).port, flush=True)
 chain.join()
-head = ChunkHeader(0)
-head.fill(HeaderStatus.CHUNK, 5)
-chain._group.send(head.buffer, 1, HEADER_LANE).wait(30)
+head = HeaderBuffer(0)
+head.write(ChunkHeader(HeaderStatus.CHUNK, 5))
+chain._group.send(head.memory, 1, HEADER_LANE).wait(30)
 signal.pause()
 """
     engine = GlooWeightTransferEngine([host_key()])

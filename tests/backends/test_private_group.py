@@ -25,7 +25,7 @@ from weightsync.backends.gloo.group import (
     PrivateGroup,
     data_lane,
 )
-from weightsync.backends.gloo.header import ChunkHeader, HeaderStatus, patience_s
+from weightsync.backends.gloo.header import ChunkHeader, HeaderBuffer, HeaderStatus, patience_s
 from weightsync.backends.gloo.sender import Chain
 
 ADDRESS = "127.0.0.1"
@@ -265,15 +265,15 @@ signal.pause()
 
 
 def test_a_head_says_what_was_filled_in() -> None:
-    head = ChunkHeader(4)
-    head.fill(HeaderStatus.CHUNK, 7, chunk=2, chunks=3, nbytes=99, fingerprints=[2**64 - 1, 5])
-    copy = ChunkHeader(4)
-    copy.buffer.copy_(head.buffer)
-    assert (copy.epoch, copy.chunk, copy.nbytes, copy.last) == (7, 2, 99, True)
-    assert copy.fingerprints == [2**64 - 1, 5]
-    assert not copy.aborts
+    said = ChunkHeader(HeaderStatus.CHUNK, 7, 2, 3, 99, [2**64 - 1, 5])
+    head = HeaderBuffer(4)
+    head.write(said)
+    copy = HeaderBuffer(4)
+    copy.memory.copy_(head.memory)
+    assert copy.read() == said
+    assert said.last
     with pytest.raises(ws.TransferError, match="5 fingerprints do not fit a header of 4"):
-        head.fill(HeaderStatus.CHUNK, 7, fingerprints=[0] * 5)
+        head.write(said._replace(fingerprints=[0] * 5))
 
 
 def test_whoever_is_further_down_runs_out_of_patience_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,6 @@ FIRST = 1
 
 _WORD_NBYTES = 8
 _FIXED_WORDS = 6
-_STATUS, _EPOCH, _CHUNK, _CHUNKS, _NBYTES, _COUNT = range(_FIXED_WORDS)
 
 
 class HeaderStatus(IntEnum):
@@ -28,71 +28,48 @@ class HeaderStatus(IntEnum):
     LEAVE = 3
 
 
-class ChunkHeader:
-    """One header in memory of its own. `buffer` is `uint8[…]`, of one size within a group.
+class ChunkHeader(NamedTuple):
+    """What one header says: the number of the chunk, from 0 within the update of this epoch.
 
-    It has the number of the chunk, the count of chunks, the epoch of the update, and the
-    fingerprints of the chunk's copy units.
+    `chunks` is the count of chunks, `nbytes` the bytes that follow. `fingerprints` are those of the
+    chunk's copy units, empty when verification is off.
     """
 
-    def __init__(self, fingerprints: int) -> None:
-        memory = bytearray((_FIXED_WORDS + fingerprints) * _WORD_NBYTES)
-        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        self._words = memoryview(memory).cast("Q")
-
-    def fill(
-        self,
-        status: HeaderStatus,
-        epoch: int,
-        *,
-        chunk: int = 0,
-        chunks: int = 0,
-        nbytes: int = 0,
-        fingerprints: Sequence[int] = (),
-    ) -> None:
-        """Set all fields. Raises TransferError for more fingerprints than there is room for."""
-        room = len(self._words) - _FIXED_WORDS
-        if len(fingerprints) > room:
-            raise TransferError(f"{len(fingerprints)} fingerprints do not fit a header of {room}")
-        fixed = (status, epoch, chunk, chunks, nbytes, len(fingerprints))
-        for i, value in enumerate((*fixed, *fingerprints)):
-            self._words[i] = value
-
-    @property
-    def aborts(self) -> bool:
-        """Whether the update is over before its last chunk."""
-        return self._words[_STATUS] == HeaderStatus.ABORT
-
-    @property
-    def leaves(self) -> bool:
-        """Whether the sender closes the group."""
-        return self._words[_STATUS] == HeaderStatus.LEAVE
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the update."""
-        return self._words[_EPOCH]
-
-    @property
-    def chunk(self) -> int:
-        """The index of the chunk, from 0 within the update."""
-        return self._words[_CHUNK]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that follow."""
-        return self._words[_NBYTES]
+    status: int
+    epoch: int
+    chunk: int = 0
+    chunks: int = 0
+    nbytes: int = 0
+    fingerprints: Sequence[int] = ()
 
     @property
     def last(self) -> bool:
         """Whether this update has no further chunk."""
-        return self._words[_CHUNK] + 1 >= self._words[_CHUNKS]
+        return self.chunk + 1 >= self.chunks
 
-    @property
-    def fingerprints(self) -> list[int]:
-        """The fingerprints of the chunk's copy units; empty when verification is off."""
-        count = min(self._words[_COUNT], len(self._words) - _FIXED_WORDS)
-        return self._words[_FIXED_WORDS : _FIXED_WORDS + count].tolist()
+
+class HeaderBuffer:
+    """Memory for one header. `memory` is `uint8[…]`, of one size within a group."""
+
+    def __init__(self, fingerprints: int) -> None:
+        memory = bytearray((_FIXED_WORDS + fingerprints) * _WORD_NBYTES)
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._words = memoryview(memory).cast("Q")
+
+    def write(self, header: ChunkHeader) -> None:
+        """Set all fields. Raises TransferError for more fingerprints than there is room for."""
+        *fixed, fingerprints = header
+        room = len(self._words) - _FIXED_WORDS
+        if len(fingerprints) > room:
+            raise TransferError(f"{len(fingerprints)} fingerprints do not fit a header of {room}")
+        for i, value in enumerate((*fixed, len(fingerprints), *fingerprints)):
+            self._words[i] = value
+
+    def read(self) -> ChunkHeader:
+        """Return what was received; at most as many fingerprints as there is room for."""
+        status, epoch, chunk, chunks, nbytes, count = self._words[:_FIXED_WORDS].tolist()
+        fingerprints = self._words[_FIXED_WORDS:][:count].tolist()
+        return ChunkHeader(status, epoch, chunk, chunks, nbytes, fingerprints)
 
 
 def patience_s(timeout_s: float, rank: int, size: int, *, at_ring: bool = False) -> float:

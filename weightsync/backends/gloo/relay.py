@@ -20,7 +20,7 @@ from weightsync.backends.gloo.group import (
     data_lane,
     end_at_exit,
 )
-from weightsync.backends.gloo.header import ChunkHeader, patience_s
+from weightsync.backends.gloo.header import ChunkHeader, HeaderBuffer, HeaderStatus, patience_s
 from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
 from weightsync.shm.ring import Control, RingWriter
@@ -121,13 +121,11 @@ _QUERY_S = 0.05
 
 @dataclass(slots=True)
 class _InFlight:
-    """A chunk that is being received, into a bucket or (`place` < 0) a scratch buffer."""
+    """A chunk that is being received, for `relay_update` into a bucket, else to scratch memory."""
 
-    chunk: int
-    last: bool
-    fingerprints: list[int]
+    header: ChunkHeader
     memory: torch.Tensor
-    place: int
+    bucket: int
     relay_update: RelayUpdate | None
     pending: Work
 
@@ -158,7 +156,7 @@ class ChainRelay:
         self._depth = min(_IN_FLIGHT, len(buckets))
         self._scratch: list[torch.Tensor] = []
         room = units_per_chunk(self._bucket_nbytes, unit_nbytes)
-        self._headers = [ChunkHeader(room) for _ in range(_HEADERS)]
+        self._headers = [HeaderBuffer(room) for _ in range(_HEADERS)]
         self._downstream = Downstream(group, info, self._next_failed)
         self._arriving: deque[_InFlight] = deque()
         self._changed = threading.Condition()
@@ -246,12 +244,13 @@ class ChainRelay:
             posted = self._post_header(0)
             count = 0
             while True:
-                header = self._headers[count % _HEADERS]
+                buffer = self._headers[count % _HEADERS]
                 self._await_previous(posted)
                 self._progress = time.monotonic()
                 posted = self._post_header(count + 1)
-                self._downstream.send(header.buffer, HEADER_LANE)
-                if header.leaves:
+                self._downstream.send(buffer.memory, HEADER_LANE)
+                header = buffer.read()
+                if header.status == HeaderStatus.LEAVE:
                     return self._leave()
                 self._handle(header)
                 count += 1
@@ -285,7 +284,7 @@ class ChainRelay:
         if header.epoch != self._epoch:
             self._await_chunks(0)
             self._begin_epoch(header.epoch)
-        if header.aborts:
+        if header.status == HeaderStatus.ABORT:
             self._await_chunks(0)
             self._drop(TransferError("the update was aborted by its sender"))
             # Detects a next host that died now, not in the next update.
@@ -301,18 +300,23 @@ class ChainRelay:
 
     def _accept(self, header: ChunkHeader) -> None:
         """Post the receive of a chunk, into a free bucket or a scratch buffer."""
-        place = self._place(header)
-        buffer = self._buckets[place] if place >= 0 else self._scratch[-place - 1]
+        bucket = self._free_bucket(header)
+        if bucket is not None:
+            buffer = self._buckets[bucket]
+        else:
+            self._scratch = self._scratch or [
+                torch.empty_like(self._buckets[0]) for _ in range(_IN_FLIGHT)
+            ]
+            buffer = self._scratch[header.chunk % _IN_FLIGHT]
+        self._downstream.wait(buffer)
         # The whole buffer: Gloo ends a process that is sent more bytes than it waits for.
         pending = self._receive(buffer, data_lane(header.chunk))
         self._arriving.append(
             _InFlight(
-                chunk=header.chunk,
-                last=header.last,
-                fingerprints=header.fingerprints,
+                header=header,
                 memory=buffer[: header.nbytes],
-                place=place,
-                relay_update=self._current if place >= 0 else None,
+                bucket=bucket or 0,
+                relay_update=None if bucket is None else self._current,
                 pending=pending,
             )
         )
@@ -323,13 +327,13 @@ class ChainRelay:
             arrival = self._arriving.popleft()
             self._await_previous(arrival.pending, self._timeout_s)
             self._progress = time.monotonic()
-            relay_update = arrival.relay_update
+            header, relay_update = arrival.header, arrival.relay_update
             if relay_update is not None and relay_update.error is None:
                 room = self._control.entries // self._control.slots
-                self._control.write_fingerprints(arrival.place * room, arrival.fingerprints)
-                self._writer.publish(arrival.chunk)
-            self._downstream.send(arrival.memory, data_lane(arrival.chunk))
-            if arrival.last:
+                self._control.write_fingerprints(arrival.bucket * room, header.fingerprints)
+                self._writer.publish(header.chunk)
+            self._downstream.send(arrival.memory, data_lane(header.chunk))
+            if header.last:
                 self._complete(relay_update)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -367,26 +371,21 @@ class ChainRelay:
             self._current.fail(error)
         self._current = None
 
-    def _place(self, header: ChunkHeader) -> int:
-        """Return the bucket of a chunk once it is free, or a scratch buffer as -1, -2 or -3."""
+    def _free_bucket(self, header: ChunkHeader) -> int | None:
+        """Return the bucket of a chunk once it is free; None where the update failed here."""
         relay_update = self._current
-        if relay_update is not None and relay_update.error is None:
-            try:
-                self._check_fits(relay_update, header)
-                bucket = self._writer.acquire(
-                    header.chunk,
-                    check=self._check_progress(relay_update),
-                    timeout_s=self._patience(at_ring=True),
-                )
-                self._downstream.wait(self._buckets[bucket])
-                return bucket
-            except WeightSyncError as exc:
-                self._drop(exc)
-        if not self._scratch:
-            self._scratch = [torch.empty_like(self._buckets[0]) for _ in range(_IN_FLIGHT)]
-        scratch = header.chunk % _IN_FLIGHT
-        self._downstream.wait(self._scratch[scratch])
-        return -1 - scratch
+        if relay_update is None or relay_update.error is not None:
+            return None
+        try:
+            self._check_fits(relay_update, header)
+            return self._writer.acquire(
+                header.chunk,
+                check=self._check_progress(relay_update),
+                timeout_s=self._patience(at_ring=True),
+            )
+        except WeightSyncError as exc:
+            self._drop(exc)
+            return None
 
     def _check_fits(self, relay_update: RelayUpdate, header: ChunkHeader) -> None:
         sizes = relay_update.sizes
@@ -445,7 +444,7 @@ class ChainRelay:
         relay_update.done.set()
 
     def _post_header(self, turn: int) -> Work:
-        buffer = self._headers[turn % _HEADERS].buffer
+        buffer = self._headers[turn % _HEADERS].memory
         self._downstream.wait(buffer)
         return self._receive(buffer, HEADER_LANE)
 

@@ -19,7 +19,13 @@ from weightsync.backends.gloo.group import (
     data_lane,
     end_at_exit,
 )
-from weightsync.backends.gloo.header import FIRST, ChunkHeader, HeaderStatus, patience_s
+from weightsync.backends.gloo.header import (
+    FIRST,
+    ChunkHeader,
+    HeaderBuffer,
+    HeaderStatus,
+    patience_s,
+)
 from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.errors import (
@@ -101,7 +107,7 @@ class ChainSender:
         self.ended = threading.Event()
         self._group = group
         self._feed = feed
-        self._headers = [ChunkHeader(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
+        self._headers = [HeaderBuffer(feed.fingerprint_room) for _ in range(_IN_FLIGHT + 1)]
         self._first = first
         self._timeout_s = timeout_s
         self._in_flight: deque[tuple[int, list[Work]]] = deque()
@@ -128,17 +134,13 @@ class ChainSender:
             self._check()
             data, fingerprints = self._feed.take(j, self._check)
             header = self._headers[j % len(self._headers)]
-            header.fill(
-                HeaderStatus.CHUNK,
-                self._feed.epoch,
-                chunk=j,
-                chunks=len(chunks),
-                nbytes=nbytes,
-                fingerprints=fingerprints,
+            epoch = self._feed.epoch
+            header.write(
+                ChunkHeader(HeaderStatus.CHUNK, epoch, j, len(chunks), nbytes, fingerprints)
             )
             pending: list[Work] = []
             self._in_flight.append((j, pending))
-            pending.append(self._send(header.buffer, HEADER_LANE))
+            pending.append(self._send(header.memory, HEADER_LANE))
             pending.append(self._send(data, data_lane(j)))
             while len(self._in_flight) >= depth:
                 self._await_oldest()
@@ -174,8 +176,8 @@ class ChainSender:
 
     def _send_status(self, status: HeaderStatus) -> None:
         header = self._headers[0]
-        header.fill(status, self._feed.epoch)
-        self._send(header.buffer, HEADER_LANE).wait(self._timeout_s)
+        header.write(ChunkHeader(status, self._feed.epoch))
+        self._send(header.memory, HEADER_LANE).wait(self._timeout_s)
 
     def _send(self, memory: torch.Tensor, lane: int) -> Work:
         """Start a send. Any error breaks the group: the peer waits for bytes that are not sent."""
@@ -365,10 +367,10 @@ class Chain:
         """Send LEAVE, so that members do not report the end of the group as a failure."""
         if self._group is None or self._sending is not None or self.broken:
             return
-        header = ChunkHeader(0)  # shorter than the posted receives, which Gloo allows
-        header.fill(HeaderStatus.LEAVE, 0)
+        header = HeaderBuffer(0)  # shorter than the posted receives, which Gloo allows
+        header.write(ChunkHeader(HeaderStatus.LEAVE, 0))
         with suppress(TransferError):
-            self._group.send(header.buffer, FIRST, HEADER_LANE).wait(_LEAVE_S)
+            self._group.send(header.memory, FIRST, HEADER_LANE).wait(_LEAVE_S)
 
     def _join(self) -> None:
         rendezvous = self._rendezvous
