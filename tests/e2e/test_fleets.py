@@ -287,7 +287,7 @@ class TestWhoIsWho:
             return second.remote(message)
 
         with connect(model, [first, elsewhere]) as sender:
-            with pytest.raises(ws.ProtocolError, match=r"elsewhere.*place of the ring"):
+            with pytest.raises(ws.ProtocolError, match=r"elsewhere.*the ring to its end"):
                 sender.send_weights()
             assert first.remote.reading() == 0
 
