@@ -136,7 +136,7 @@ class Trial:
             sender=SENDER,
             manifest=codec.manifest_to_wire(self.engine.manifest),
             lease_s=TIMEOUT_S,
-            number=1,
+            generation=1,
             payload=payload,
         )
         return InitRequest(init_info=info)

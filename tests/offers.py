@@ -10,13 +10,13 @@ from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, RegisteredUpdate
 from weightsync.wire.offers import InitInfo
 
-_numbers = itertools.count(1)
+_generations = itertools.count(1)
 _epochs = itertools.count(1)
 
 
 def next_number() -> int:
     """A number above those of all offers so far."""
-    return next(_numbers)
+    return next(_generations)
 
 
 def offered(
@@ -27,11 +27,11 @@ def offered(
     backend: str = "ipc",
     sender: str = "sender",
     lease_s: float = 60.0,
-    number: int | None = None,
+    generation: int | None = None,
 ) -> InitInfo:
     """Return the offer for a reader of the engine's ring; `payload` replaces the ring's own."""
-    number = next_number() if number is None else number
-    ring = engine.offer(place, number)
+    generation = next_number() if generation is None else generation
+    ring = engine.offer(place, generation)
     return InitInfo(
         backend=backend,
         path="shared_memory" if backend == "ipc" else backend,
@@ -40,7 +40,7 @@ def offered(
         sender=sender,
         manifest=manifest_to_wire(engine.manifest),
         lease_s=lease_s,
-        number=number,
+        generation=generation,
         payload=ring if payload is None else payload,
     )
 

@@ -212,7 +212,7 @@ class Party:
             backend="gloo",
             sender=SENDER,
             lease_s=self._timeout_s,
-            number=self._number,
+            generation=self._number,
         )
 
     def send(

@@ -29,7 +29,7 @@ class ShelfSender(ws.TrainerWeightTransferEngine):
     def __init__(self, source: Any) -> None:
         self.source = source
 
-    def init_payload(self, reader: Any, number: int) -> Any:
+    def init_payload(self, reader: Any, generation: int) -> Any:
         return None
 
     def begin(self, readers: Any, *, verify: bool, source: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_receiver_engine_of_another_type(pair: Pair) -> None:
 )
 def test_a_handshake_of_something_else(pair: Pair, yielded: Any, message: str) -> None:
     class Broken(ShelfSender):
-        def handshake(self, readers: Any, number: int) -> Any:
+        def handshake(self, readers: Any, generation: int) -> Any:
             return yielded
 
     class Backend(Shelf):

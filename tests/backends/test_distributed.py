@@ -232,10 +232,10 @@ def test_a_member_of_an_earlier_epoch_stays_out() -> None:
             port = fleet.chain.info(1).port
             # Its number is not what keeps it out here.
             payload = replace(offer.payload, group=replace(offer.payload.group, port=port))
-            stale = replace(offer, payload=payload, number=1 << 40)
+            stale = replace(offer, payload=payload, generation=1 << 40)
             with pytest.raises(ws.TransferTimeout, match=r"epoch 1.* was not complete"):
                 hosts[0][0].handle(InitRequest(init_info=stale))
-            with pytest.raises(ws.ProtocolError, match="comes after offer"):
+            with pytest.raises(ws.ProtocolError, match="comes after"):
                 hosts[0][0].handle(InitRequest(init_info=offer))
         finally:
             fleet.close()

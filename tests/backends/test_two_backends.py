@@ -180,7 +180,7 @@ def test_a_malformed_init_closes_no_engine(payload: object) -> None:
     ):
         sender.send_weights()
         sent = held.inits[-1].init_info
-        bad = msgspec.structs.replace(sent, payload=payload, number=sent.number + 1)
+        bad = msgspec.structs.replace(sent, payload=payload, generation=sent.generation + 1)
         with pytest.raises(ws.ProtocolError):
             held.receiver.dispatch(InitRequest(init_info=bad))
         model.step()

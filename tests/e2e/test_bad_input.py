@@ -284,7 +284,11 @@ BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], st
     "too few offsets": (of_payload("storages.offset", [0]), ws.HandleError, "1 offsets"),
     "units of odd size": (of_payload("unit_nbytes", (1 << 20) + 1), ws.ConfigError, "multiple"),
     "terabytes": (set_in("manifest.shapes", [[1 << 40]] * 25), ws.HandleError, "has room for"),
-    "an offer never made": (set_in("number", 1 << 40), ws.HandleError, "not one of the sender's"),
+    "an offer never made": (
+        set_in("generation", 1 << 40),
+        ws.HandleError,
+        "not one of the sender's",
+    ),
     "other protocol": (set_in("protocol_min", 2), ws.ProtocolError, "same version"),
     "unknown backend": (set_in("backend", "pigeon"), ws.BackendUnavailableError, "'pigeon'"),
     "a backend that is no name": (set_in("backend", "a/../b"), ws.ProtocolError, "backend"),

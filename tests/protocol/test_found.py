@@ -124,7 +124,7 @@ def test_a_late_offer_does_not_undo_a_newer_one() -> None:
     sender.remove(member.name)
     sender.add(trainer.line_again(trainer.lines[1]))
     member.receiver.dispatch(ShutdownRequest(sender=late.init_info.sender))
-    with pytest.raises(ws.ProtocolError, match="comes after offer"):
+    with pytest.raises(ws.ProtocolError, match="comes after"):
         member.receiver.dispatch(late)
     the_next_update_reaches_all(world, trainer)
 

@@ -309,17 +309,17 @@ class TrainerWeightTransferEngine(ABC):
     `transfer`, then `end`. Readers are identified by their `Reader.index`.
     """
 
-    def init_payload(self, reader: Reader, number: int) -> Any:
+    def init_payload(self, reader: Reader, generation: int) -> Any:
         """Return the payload of a reader's init message: a Struct or plain data.
 
-        `number` is the generation of the init message, which has it as well; it grows with each
+        `generation` is that of the init message, which has it as well; it grows with each
         handshake. Not called if the engine has a `handshake` of its own.
         """
         raise ConfigError(f"{type(self).__name__} has neither init_payload() nor handshake()")
 
-    def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
+    def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
         """Connect readers. The default is one round with every reader's `init_payload`."""
-        yield Round(messages={r.index: self.init_payload(r, number) for r in readers})
+        yield Round(messages={r.index: self.init_payload(r, generation) for r in readers})
         return ()
 
     @abstractmethod

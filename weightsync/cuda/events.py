@@ -192,7 +192,7 @@ class WriterFence:
         self._packed = packed
         self._events: list[OwnEvent] = []
         self._offer: ReadyEvents | None = None
-        self._numbers: dict[int, int] = {}
+        self._generations: dict[int, int] = {}
         if device is None:
             return
         try:
@@ -205,13 +205,13 @@ class WriterFence:
         registered = None if packed else handles.pop()
         self._offer = ReadyEvents(device=driver.key(device), buckets=handles, registered=registered)
 
-    def offer(self, reader: int, number: int) -> ReadyEvents | None:
+    def offer(self, reader: int, generation: int) -> ReadyEvents | None:
         """Return the handles with which the reader of index `reader` can wait; None without events.
 
-        `number` is the generation of this offer: an earlier reader of this index may have accepted
+        `generation` is that of this offer: an earlier reader of this index may have accepted
         an earlier one.
         """
-        self._numbers[reader] = number
+        self._generations[reader] = generation
         return self._offer
 
     def left_to(self, readers: Sequence[int], *, verify: bool, packed: bool) -> bool:
@@ -221,7 +221,7 @@ class WriterFence:
         """
         if not self._events or verify or packed != self._packed or not readers:
             return False
-        numbers = [self._numbers.get(reader, 0) for reader in readers]
+        numbers = [self._generations.get(reader, 0) for reader in readers]
         return all(numbers) and numbers == [self._control.takes_events(r) for r in readers]
 
     def record(self, index: int = 0) -> None:

@@ -32,7 +32,7 @@ class Connect(Command, frozen=True, kw_only=True):
     """Begin the handshake of one backend with `readers`, or continue it with `replies`, by rank."""
 
     backend: str
-    number: int = 0
+    generation: int = 0
     readers: dict[int, list[Reader]] = {}
     replies: dict[int, Replies] | None = None
     over: bool = False

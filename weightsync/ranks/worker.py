@@ -228,7 +228,7 @@ class RankWorker:
         try:
             if command.replies is None and rank in command.readers:
                 self.end_handshake(name)
-                handshake = self.engines[name].handshake(command.readers[rank], command.number)
+                handshake = self.engines[name].handshake(command.readers[rank], command.generation)
                 if not isinstance(handshake, Generator):
                     raise ConfigError(
                         f"backend {name!r}: handshake() returned a {type(handshake).__name__}, not "

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _PATH_ERRORS = (HandleError, SegmentError, BackendUnavailableError)
 """Errors that mean that a path does not work. Any other error is of the call."""
-_OFFER_NUMBERS = itertools.count(1)
-"""Offer numbers of the whole process: the engines of a sender share its id."""
+_GENERATIONS = itertools.count(1)
+"""Generations of the init messages of this process: the engines of a sender share its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,8 +335,8 @@ class PathSelector:
             self._assign_index(member)
             readers.setdefault(member.rank, []).append(_reader(member))
         answers: dict[Member, MemberReply] = {}
-        number = next(_OFFER_NUMBERS)
-        command = Connect(backend=name, number=number, readers=readers)
+        generation = next(_GENERATIONS)
+        command = Connect(backend=name, generation=generation, readers=readers)
         phase = "rendezvous" if self._backend(name).collective else "offer"
         with self._timed(phase), ExitStack() as stack:
             # Where this raises, an interrupt included. The handshakes of other ranks end with the
@@ -350,7 +350,7 @@ class PathSelector:
                 for rank, result in enumerate(results):
                     if result.round is not None:
                         own = [member for member in members if member.rank == rank]
-                        received = self._send_round(name, result.round, own, number)
+                        received = self._send_round(name, result.round, own, generation)
                         answers.update((answer.member, answer) for answer in received)
                         replies[rank] = _replies(received)
                 if not replies:
@@ -363,7 +363,7 @@ class PathSelector:
         return list(answers.values())
 
     def _send_round(
-        self, name: str, step: Round, members: Sequence[Member], number: int
+        self, name: str, step: Round, members: Sequence[Member], generation: int
     ) -> list[MemberReply]:
         """Send one round of messages; return the results of the members that get one."""
         group, fleet = self._group, self._fleet
@@ -382,7 +382,7 @@ class PathSelector:
                     manifest=self._manifest,
                     lease_s=fleet.timeout_s,
                     fleet_version=fleet.version,
-                    number=number,
+                    generation=generation,
                     owner=fleet.owner(member),
                     payload=payload,
                 )

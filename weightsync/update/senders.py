@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS = 64
 REMEMBERED_SENDERS = 1024
-"""Number of senders, disconnected ones included, whose newest offer number is kept."""
+"""Number of senders, disconnected ones included, whose newest generation is kept."""
 _KEPT_CLAIMS = 256
 
 
@@ -59,7 +59,7 @@ class Senders:
         self._connections: dict[str, _Connection] = {}
         self._opening = ""
         self._receiving: WeightTransferEngine | None = None
-        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._generations: OrderedDict[str, int] = OrderedDict()
         self._owner: Owner | None = None
         self._owned: set[str] = set()
 
@@ -75,10 +75,10 @@ class Senders:
         Raises ProtocolError for an offer that is older than one received before, or with MAX_PEERS
         other senders; SenderConflictError where this receiver belongs to another living sender.
         """
-        newest = self._numbers.get(info.sender, 0)
-        if info.number < newest:
+        newest = self._generations.get(info.sender, 0)
+        if info.generation < newest:
             raise ProtocolError(
-                f"offer {info.number} of sender {info.sender} comes after offer {newest}, which "
+                f"generation {info.generation} of sender {info.sender} comes after {newest}, which "
                 "replaced it; nothing was changed"
             )
         replaced = self.replaces(info)
@@ -90,10 +90,10 @@ class Senders:
         finally:
             self._opening = ""
         # Kept when the sender leaves: a late offer would then be mistaken for a new one.
-        self._numbers[info.sender] = info.number
-        self._numbers.move_to_end(info.sender)
-        while len(self._numbers) > REMEMBERED_SENDERS:
-            self._numbers.popitem(last=False)
+        self._generations[info.sender] = info.generation
+        self._generations.move_to_end(info.sender)
+        while len(self._generations) > REMEMBERED_SENDERS:
+            self._generations.popitem(last=False)
         if info.owner is not None:
             self._set_owner(info.owner, info.sender, replaced)
         return manifest

@@ -131,8 +131,8 @@ class InitInfo(Message, frozen=True, kw_only=True):
 
     `path` is the path of the bytes. `lease_s` is how long the receiver waits for progress before it
     aborts an update. `fleet_version` is the version that the other receivers hold: a receiver with
-    an older one must not generate before an update. `number` grows with each offer of a sender, so
-    that a late one does not undo a newer. `owner` owns the receiver from now on; without it the
+    an older one must not generate before an update. `generation` grows with each init of a sender,
+    so that a late one does not undo a newer. `owner` owns the receiver from now on; without it the
     owner stays the same.
     """
 
@@ -144,7 +144,7 @@ class InitInfo(Message, frozen=True, kw_only=True):
     manifest: ManifestMessage
     lease_s: Seconds
     fleet_version: Version | None = None
-    number: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    generation: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     owner: Owner | None = None
     payload: Any = None
 

@@ -160,7 +160,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
             slots=shape.num_buckets, readers=shape.num_readers, entries=shape.entries
         )
         self._kept.callback(control.close)
-        control.offered = init_info.number
+        control.offered = init_info.generation
         ring = Buckets(shape.num_buckets, shape.bucket_nbytes, torch.device("cpu"))
         self._kept.callback(ring.close)
         probe = ProbeMemory()

@@ -60,7 +60,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         self._chain: Chain | None = None
         self._active = False
 
-    def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
+    def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
         """Create a group of the readers' hosts, then connect each host's other readers to its ring.
 
         Raises TransferTimeout that names members that replied, but did not join.
@@ -70,7 +70,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine):
         for reader in readers:
             hosts.setdefault(reader.host or reader.target, []).append(reader)
         leaders = [on_host[0] for on_host in hosts.values()]
-        ring = self._ring.offer(RELAY_READER, number)
+        ring = self._ring.offer(RELAY_READER, generation)
         self._epoch += 1
         chain = self._chain = Chain(
             _address_for_all(leaders),

@@ -61,7 +61,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 entries=offer.entries,
             )
             kept.callback(control.close)
-            _check_number(init_info.number, control)
+            _check_generation(init_info.generation, control)
             _check_size(offer, manifest)
             data = OpenMemory(pick(ring.data, self._keys))
             kept.callback(data.close)
@@ -82,8 +82,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             kept.callback(buckets.clear)  # before the memory that they view is closed
             registered = _registered(offer, whole, storages)
             _check_entries(offer, whole)
-            # An earlier init with the same number may have set another value.
-            control.take_events(offer.reader, 0 if fence is None else init_info.number)
+            # An earlier init of the same generation may have set another value.
+            control.take_events(offer.reader, 0 if fence is None else init_info.generation)
             self._opened = OpenedMemory(
                 info=offer,
                 sender=init_info.sender,
@@ -210,12 +210,12 @@ def _registered(info: IpcInit, whole: StreamLayout, storages: list[OpenMemory]) 
     return Memory(tensors, flat=len(storages) == 1 and offsets == whole.offsets)
 
 
-def _check_number(number: int, control: Control) -> None:
-    """Raise HandleError for an offer number that the sender has not used yet."""
-    if number > control.offered:
+def _check_generation(generation: int, control: Control) -> None:
+    """Raise HandleError for a generation that the sender has not used yet."""
+    if generation > control.offered:
         raise HandleError(
-            f"offer {number} is not one of the sender's, whose newest is {control.offered}; the "
-            "init_info is damaged"
+            f"generation {generation} is not one of the sender's, whose newest is "
+            f"{control.offered}; the init_info is damaged"
         )
 
 

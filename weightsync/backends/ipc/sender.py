@@ -235,28 +235,28 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         """Whether tensors are copied through the ring."""
         return self._packed
 
-    def handshake(self, readers: Sequence[Reader], number: int) -> Handshake:
+    def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
         """Connect readers; on a GPU after a probe, because an export that is not opened leaks."""
         if self._probes:
             probes = {reader.index: self._probe_memory.info() for reader in readers}
             replies = yield Round(messages=probes, probe=True)
             if replies.failed:
                 return ()
-        yield Round(messages={r.index: self.init_payload(r, number) for r in readers})
+        yield Round(messages={r.index: self.init_payload(r, generation) for r in readers})
         return ()
 
-    def init_payload(self, reader: Reader, number: int) -> IpcInit:
+    def init_payload(self, reader: Reader, generation: int) -> IpcInit:
         """Return the payload of a reader; GPU memory is exported once per call."""
-        return self.offer(reader.index, number)
+        return self.offer(reader.index, generation)
 
-    def offer(self, reader: int, number: int) -> IpcInit:
+    def offer(self, reader: int, generation: int) -> IpcInit:
         """Return the payload of a reader, by its index; GPU memory is exported once per call.
 
         Raises ConfigError for an index outside of the ring.
         """
         if reader >= MAX_READERS:
             raise ConfigError(f"one sender has at most {MAX_READERS} readers; {reader} is too many")
-        self._control.offered = number
+        self._control.offered = generation
         return IpcInit(
             probe=self._probe_memory.info(),
             control=SegmentHandle(
@@ -272,7 +272,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 bucket_nbytes=self._bucket_nbytes,
             ),
             storages=storage_info(self._memory, self._whole),
-            ready=self._fence.offer(reader, number),
+            ready=self._fence.offer(reader, generation),
         )
 
     def begin(
