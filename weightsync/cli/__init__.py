@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A class of click, which `app` finds; the message is empty if the help was shown.
             message = one_line(exc.format_message())  # type: ignore[attr-defined]  # see `app`
             if message:
-                print_error(exc, as_json=as_json, text=f"{message}; {_HELP}", code=USAGE)
+                said = message.replace("Value error, ", "").rstrip(".")
+                print_error(exc, as_json=as_json, text=f"{said}; {_HELP}", code=USAGE)
             raise SystemExit(USAGE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ READY_NBYTES = 16 << 10
 """The most bytes of the message `ready`: two messages must fit into a pipe."""
 
 _PROBLEM_CHARS = 4 << 10
+_F_SETSIG = 10  # from linux/fcntl.h; the module fcntl does not name it
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -211,6 +213,12 @@ def _end_with_parent() -> None:
     """End this process when its parent dies, whether it has died already or not."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # The kernel kills this process when the last writer of the sentinel, a pipe, is gone: the
+    # thread below needs the GIL, which native code may keep.
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, _F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
     threading.Thread(
         target=_watch, args=(parent.sentinel,), name="weightsync parent watch", daemon=True
     ).start()

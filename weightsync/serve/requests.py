@@ -20,16 +20,14 @@ StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids.
-
-    Temperature 0 chooses the likeliest token; seed None is random.
-    """
+    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids."""
 
     prompts: Annotated[
         list[PromptText | PromptTokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
     ]
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
+    """0 chooses the likeliest token."""
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1

@@ -35,11 +35,15 @@ if sys.stdin.buffer.read() != {_NOTHING_TO_DO!r}:  # until the supervisor closes
     os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
 """
 _REMOVE = """
-import sys
+import sys, time
 from weightsync.serve.process_managers import remove_all
 remove_all(*sys.argv[1:])
 from weightsync.shm.segment import cleanup_stale
-cleanup_stale()
+# The kernel takes the memory of a killed process, its environment included, before it closes the
+# process's files: a process that is not found any more may hold the locks of its segments.
+for _ in range(20):
+    cleanup_stale()
+    time.sleep(0.25)
 """
 
 
@@ -94,7 +98,8 @@ class Supervisor:
 
     `directory` is private to this tree, for its sockets; `close` removes it. The tree ends when
     this process dies for any reason. Children ignore SIGINT, which a terminal sends to all
-    processes: this process handles Ctrl-C. Use it from one thread.
+    processes: this process handles Ctrl-C. Use it from one thread, in a `with` block: a process
+    that exits without `close` waits for its children.
     """
 
     def __init__(self, *, grace_s: float = GRACE_S, shutdown_s: float = SHUTDOWN_S) -> None:
