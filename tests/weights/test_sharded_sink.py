@@ -402,6 +402,25 @@ class TestTied:
                 for _, parameter in module.named_parameters():
                     assert equal_bits(local_of(parameter), cut(full, parameter))
 
+    def test_a_bucket_that_ends_between_two_rows(self) -> None:
+        """A copy of one shard's row does not overwrite a row of another, copied before."""
+        with member(2, (4, 4)) as mesh:
+            module = nn.Module()
+            for name, placements in (
+                ("a", [Shard(1), Replicate()]),
+                ("b", [Replicate(), Shard(1)]),
+            ):
+                setattr(module, name, nn.Parameter(shard(torch.zeros(2, 32), mesh, *placements)))
+            sink = ShardedModuleSink(module, swap="copy")
+            offered = Manifest((TensorSpec("a", "float32", (2, 32)),), {"b": "a"})
+            sender = Sender("buckets", bucket_nbytes=128)
+            plan = sender.plan(offered)
+            load_target = sink.open_target(plan, "staged")
+            (full,) = random_tensors(offered, 1)
+            sender.deliver(plan, load_target, [full])
+            for _, parameter in module.named_parameters():
+                assert equal_bits(local_of(parameter), cut(full, parameter))
+
 
 class TestUnusual:
     @every_way

@@ -40,7 +40,7 @@ class Share:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Memory:
     """The memory of a stream's tensors, or of their shards, in one address space.
 
@@ -415,7 +415,8 @@ class UnitCompiler:
     def _shards_on_host(self, unit: CopyUnit, places: AddressMap) -> HostCopyUnit:
         copies: list[Copy] = []
         grids: list[Pair] = []
-        padded = self._destination.flat and places.flat
+        flat = self._destination.flat and places.flat
+        ended = 0  # the address after the last tensor that was copied to its end
         for part in self._layout.slices(unit.start, unit.stop):
             begin = places.address(part) - part.begin
             for tensor, block in self._blocks(part):
@@ -429,7 +430,12 @@ class UnitCompiler:
                         source + i * block.source_stride,
                         block.width,
                     )
+                    # Only padding is overwritten: rows may be those of another unit.
+                    padded = flat and bool(copies) and sum(copies[-1][::2]) == ended
+                    padded = padded and row.target == tensor.data_ptr()
                     append_copy(copies, row, padded=padded)
+                    if row.target + row.nbytes == tensor.data_ptr() + tensor.numel():
+                        ended = row.target + row.nbytes
         arrived = stream_views(self._layout, unit, places)
         return HostCopyUnit(tuple(copies), arrived, tuple(grids), shards=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -202,22 +203,24 @@ class OpenedMemory:
     registered: Memory | None
     fence: OpenFence | None
     kept: ExitStack
-    copy_plans: dict[tuple[int, int, int], tuple[object, list[CopyPlan]]] = field(
+    copy_plans: dict[tuple[int, int, int], tuple[object, object, list[CopyPlan]]] = field(
         default_factory=dict
     )
     assembly: Assembly = field(default_factory=Assembly)
 
     def keep(self, layout: StreamLayout, memory: Memory, kind: int, plans: list[CopyPlan]) -> None:
-        """Keep copy plans for later updates, and drop the oldest."""
-        # The references to the layout and the memory keep their ids unique.
-        self.copy_plans[id(layout), id(memory), kind] = ((layout, memory), plans)
-        if len(self.copy_plans) > _KEPT_COPY_PLANS:
-            self.copy_plans.pop(next(iter(self.copy_plans)))
+        """Keep copy plans for later updates while `memory` exists, and drop the oldest."""
+        key, kept = (id(layout), id(memory), kind), self.copy_plans
+        # Both references keep the ids unique: the weak one drops the plans before an id is reused.
+        memory_lives = weakref.ref(memory, lambda _: kept.pop(key, None))
+        kept[key] = layout, memory_lives, plans
+        if len(kept) > _KEPT_COPY_PLANS:
+            kept.pop(next(iter(kept)), None)
 
     def kept_plans(self, layout: StreamLayout, memory: Memory, kind: int) -> list[CopyPlan] | None:
         """Return what `keep` was given, None where it is not kept."""
         found = self.copy_plans.get((id(layout), id(memory), kind))
-        return None if found is None else found[1]
+        return None if found is None else found[2]
 
     def close(self) -> None:
         """Free what is kept, and close the memory. Idempotent."""
@@ -253,6 +256,10 @@ class IncomingTransfer:
         self._checked_at = 0.0
         ring_update = self._ring_update = decode_payload(info.payload, RingUpdate)
         if info.manifest is not None:
+            if not ring_update.packed:
+                raise ProtocolError(
+                    "an unpacked update sends the tensors of its init; send others through the ring"
+                )
             manifest = manifest_from_wire(info.manifest)
             self._layout = chunked_layout(manifest, opened.info)
         else:

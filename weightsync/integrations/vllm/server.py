@@ -100,7 +100,7 @@ class VllmHttpControl(EngineControl):
     def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
         if status == 404:
             return BackendUnavailableError(f"{self.target} has no {call}: {_DEV_MODE}")
-        if status == 200:  # with "success": false
+        if status == 200 and call == "reset_prefix_cache":  # with "success": false
             return cache_in_use(self.target)
         error = super()._error(call, status, answer)
         if vllm_rpc.lacks_engine(str(error)):
