@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -10,12 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from weightsync.errors import ManifestMismatchError
 from weightsync.serve.child_process import ChildSpec, Ready
-from weightsync.serve.process_managers import ClientConfig
+from weightsync.serve.process_managers import APIServerProcessManager, ClientConfig
 from weightsync.serve.supervisor import Supervisor
 from weightsync.shm.segment import Segment
 
@@ -118,6 +120,18 @@ def answer(ready: Ready, sock: socket.socket, config: ClientConfig, greeting: st
             client.sendall(json.dumps([*told, *more]).encode())
 
 
+def sleep(_ready: Ready, _sock: socket.socket, _config: ClientConfig) -> None:
+    """Print the process id, then answer no connection."""
+    print(os.getpid(), flush=True)
+    time.sleep(WAIT_S * 10)
+
+
+def sleep_with_gil(_ready: Ready, _sock: socket.socket, _config: ClientConfig) -> None:
+    """Print the process id, then run native code that keeps the GIL."""
+    print(os.getpid(), flush=True)
+    ctypes.PyDLL(None).sleep(600)
+
+
 def tree_of_three() -> dict[str, list[ChildSpec]]:
     """Return a worker with belongings, an engine core and an API server."""
     return {
@@ -127,18 +141,24 @@ def tree_of_three() -> dict[str, list[ChildSpec]]:
     }
 
 
-def start(tree: Supervisor, groups: dict[str, list[ChildSpec]]) -> None:
-    """Start groups next to each other, since each process takes seconds to load torch."""
+def start(tree: Supervisor, groups: dict[str, list[ChildSpec]]) -> list[bytes]:
+    """Start groups next to each other, since each process takes seconds to load torch.
+
+    Return the payloads of their `ready`.
+    """
     for group, specs in groups.items():
         tree.launch(group, specs)
-    for group in groups:
-        tree.await_ready(group, timeout_s=WAIT_S)
+    return [payload for group in groups for payload in tree.await_ready(group, timeout_s=WAIT_S)]
 
 
 def serve() -> None:
-    """Run as a server: print its processes, then wait. For `program`."""
+    """Run as a server: print the name of its worker's segment, its directory; then wait.
+
+    For `program`.
+    """
     with Supervisor() as tree:
-        start(tree, tree_of_three())
+        segment, *_ = start(tree, tree_of_three())
+        print(segment.decode(), flush=True)
         print_and_wait(tree)
     print("closed", flush=True)
 
@@ -148,6 +168,38 @@ def print_and_wait(tree: Supervisor) -> None:
     with suppress(KeyboardInterrupt):
         print(tree.directory, flush=True)
         tree.wait()
+
+
+def run_api_server(target: Callable[..., None], *, fork: bool = False) -> None:
+    """Run an API server without a supervisor, print its process id, then wait.
+
+    With `fork`, fork a child first, which keeps all pipes of this process open.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        servers = APIServerProcessManager(
+            target, listener, input_addresses=["ipc://in"], output_addresses=["ipc://out"]
+        )
+        try:
+            if not fork or os.fork():
+                print(servers.processes[0].pid, flush=True)
+            time.sleep(WAIT_S)
+        finally:
+            servers.close()
+
+
+def serve_asleep() -> None:
+    """Run an API server that sleeps. For `program`."""
+    run_api_server(sleep)
+
+
+def serve_with_gil() -> None:
+    """Run an API server that keeps the GIL. For `program`."""
+    run_api_server(sleep_with_gil)
+
+
+def serve_and_fork() -> None:
+    """Run an API server in a process that then forks. For `program`."""
+    run_api_server(sleep, fork=True)
 
 
 def serve_stubborn() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,7 @@ import pytest
 from tests.children import CONTEXT
 from tests.serve import supervised
 from tests.serve.supervised import WAIT_S
+from tests.shm.processes import line_of
 from weightsync.errors import ConfigError, ProcessLostError
 from weightsync.serve import process_managers
 from weightsync.serve.child_process import ChildSpec
@@ -136,6 +137,19 @@ class TestApiServers:
         del manager
         gc.collect()
         assert not any(process.is_alive() for process in processes)
+
+    @pytest.mark.parametrize("name", ["serve_asleep", "serve_with_gil", "serve_and_fork"])
+    def test_they_end_when_their_parent_is_killed(self, name: str) -> None:
+        """Without a supervisor too, whatever code they run and whatever keeps pipes open."""
+        with supervised.program(name, mark="") as program:
+            try:
+                pid = int(line_of(program))
+                server = psutil.Process(pid)
+                assert line_of(program) == str(pid)  # of the server and of its parent
+                program.kill()
+                assert comes_true(lambda: not is_alive(server), within_s=10)
+            finally:
+                os.killpg(program.pid, signal.SIGKILL)
 
     @pytest.mark.parametrize(("ins", "outs"), [([], []), (["a"], []), (["a"], ["b", "c"])])
     def test_addresses_that_are_missing(
@@ -254,6 +268,15 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def comes_true(what: Callable[[], bool], *, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def children_of(process: BaseProcess) -> list[psutil.Process]:

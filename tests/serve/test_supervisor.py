@@ -31,6 +31,7 @@ from weightsync.errors import (
 )
 from weightsync.serve.child_process import READY_NBYTES, ChildSpec
 from weightsync.serve.supervisor import Supervisor
+from weightsync.shm.segment import DIRECTORY
 
 pytestmark = pytest.mark.usefixtures("frozen", "shm_clean")
 BOUND_S = 60.0
@@ -126,7 +127,8 @@ def test_whoever_is_killed_is_named_and_nothing_is_left(mark: str, victim: int) 
 def test_a_supervisor_that_is_killed_leaves_nothing(mark: str, number: int) -> None:
     with supervised.program("serve", mark) as program:
         try:
-            directory = Path(line_of(program))
+            segment, directory = DIRECTORY / line_of(program), Path(line_of(program))
+            assert segment.exists()
             # The supervisor, its resource tracker, a reaper, three children and a grandchild.
             assert come(mark, 7)
             program.send_signal(number)
@@ -135,12 +137,13 @@ def test_a_supervisor_that_is_killed_leaves_nothing(mark: str, number: int) -> N
             program.kill()
     assert gone_soon(mark)
     assert not directory.exists()
+    assert not segment.exists()
 
 
 def test_ctrl_c_ends_everything_soon_and_cleanly(mark: str) -> None:
     with supervised.program("serve", mark) as program:
         try:
-            directory = Path(line_of(program))
+            segment, directory = DIRECTORY / line_of(program), Path(line_of(program))
             begin = time.monotonic()
             os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the whole group
             assert line_of(program) == "closed"
@@ -150,6 +153,7 @@ def test_ctrl_c_ends_everything_soon_and_cleanly(mark: str) -> None:
             program.kill()
     assert gone_soon(mark)
     assert not directory.exists()
+    assert not segment.exists()
 
 
 def test_a_second_ctrl_c_breaks_nothing_off(mark: str) -> None:
@@ -323,11 +327,11 @@ class TestClose:
             (name,) = tree.start(
                 "cores", [child("c", supervised.with_belongings)], timeout_s=WAIT_S
             )
-            assert (Path("/dev/shm") / name.decode()).exists()
+            assert (DIRECTORY / name.decode()).exists()
             tree.processes[0].kill()
             with pytest.raises(ProcessLostError):
                 tree.wait(WAIT_S)
-        assert not (Path("/dev/shm") / name.decode()).exists()
+        assert not (DIRECTORY / name.decode()).exists()
 
 
 def test_what_a_child_says_is_limited() -> None:
