@@ -441,6 +441,22 @@ class TestMemory:
         del view
         assert sender.pool.blocks_in_use == 0
 
+    def test_a_copy_that_fails_leaves_its_block_free(
+        self,
+        receiver: TensorIpcReceiver,
+        sender: TensorIpcSender,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(*_: object) -> torch.Tensor:
+            raise RuntimeError("the GPU is lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_queue, "from_bytes", fail)
+            with pytest.raises(RuntimeError, match="the GPU is lost"):
+                sender.send_tensor(pattern(1, BLOCK))
+        assert sender.pool.blocks_in_use == 0
+        assert same(receiver.recv_tensor(sender.send_tensor(pattern(2, BLOCK))), pattern(2, BLOCK))
+
     @pytest.mark.parametrize("max_nbytes", [128 << 10, 1 << 20, 3 << 20])
     def test_a_small_pool_takes_what_fits_it(
         self, receiver: TensorIpcReceiver, max_nbytes: int
@@ -564,6 +580,15 @@ class TestEnds:
             assert comes_true(lambda: receiver.pending == 0 and not own_names())
             with pytest.raises(TransferError, match="taken or dropped before"):
                 receiver.recv_tensor(handle)
+
+    def test_memory_of_an_ended_sender_goes_with_its_last_tensor(self, nothing_left: None) -> None:
+        """It does not stay for the `grace_s` of tensors that may still be taken."""
+        with TensorIpcReceiver(grace_s=WAIT_S * 10) as receiver:
+            with TensorIpcSender(receiver.handle) as sender:
+                handle = sender.send_tensor(pattern(1, BLOCK))
+            assert own_names()
+            receiver.recv_tensor(handle)
+            assert comes_true(lambda: not own_names())
 
     def test_a_closed_queue_is_noticed(self, nothing_left: None) -> None:
         receiver = TensorIpcReceiver()
