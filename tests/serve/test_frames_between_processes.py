@@ -1,4 +1,4 @@
-"""The links of API servers: messages that cannot be read, and ends of calls and of links."""
+"""The links of API servers and workers: unreadable messages, ends of calls, ends of links."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import zmq.asyncio
 import weightsync as ws
 from weightsync.queues.codec import TensorDecoder
 from weightsync.queues.sockets import ipc_address
+from weightsync.serve import worker as worker_process
 from weightsync.serve.engine_client import EngineCoreClient
 from weightsync.serve.links import EXIT_CODE, DealerLinks
 from weightsync.serve.messages import (
@@ -29,11 +30,15 @@ from weightsync.serve.messages import (
     EngineStats,
     Event,
     Failed,
+    FinishReason,
     ModelCard,
     StatsReply,
+    WorkerCall,
     WorkerMessage,
+    WorkerState,
 )
 from weightsync.serve.options import CoreAddress
+from weightsync.serve.worker import WorkerLink
 from weightsync.serve.worker_client import WorkerClient
 from weightsync.serve.worker_group import WorkerGroup, worker_identity
 from weightsync.wire.problem import encode_problem, to_problem
@@ -226,7 +231,7 @@ class TestRequests:
                     outputs = cores.client.generate([request(request_id)])
                     first = asyncio.ensure_future(anext(outputs))
                     assert await cores.heard(core) == request(request_id)
-                    ended = "length" if request_id == "ends" else None
+                    ended: FinishReason | None = "length" if request_id == "ends" else None
                     event = EngineOutput(request_id=request_id, index=0, finish_reason=ended)
                     await cores.say(event, core=core)
                     assert await first == event
@@ -331,3 +336,75 @@ class TestLinks:
             return failures
 
         assert asyncio.run(go()) == []
+
+
+class TestWorkers:
+    @pytest.fixture
+    def linked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[tuple[WorkerLink, zmq.Socket[bytes], zmq.Socket[bytes]]]:
+        """A worker that sends its state on a change only, and its core and API server."""
+        monkeypatch.setattr(worker_process, "STATE_POLL_S", WAIT_S * 10)
+        core_address, control_address = ipc_address(tmp_path), ipc_address(tmp_path)
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.ROUTER) as core,
+            context.socket(zmq.DEALER) as api,
+        ):
+            core.linger = api.linger = 0
+            core.bind(core_address)
+            link = WorkerLink(0, core_address=core_address, control_address=control_address)
+            try:
+                api.connect(control_address)
+                yield link, core, api
+            finally:
+                link.close()
+
+    def test_the_core_is_sent_the_state_after_a_call_before_the_caller_its_reply(
+        self,
+        linked: tuple[WorkerLink, zmq.Socket[bytes], zmq.Socket[bytes]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A receiver that has joined a newer fleet generates for no request that comes later."""
+        link, core, api = linked
+        sent: list[int] = []
+        for name in ("send", "send_multipart"):
+            send = getattr(zmq.asyncio.Socket, name)
+
+            def noted(socket: Any, *args: Any, _send: Any = send, **more: Any) -> Any:
+                sent.append(socket.type)
+                return _send(socket, *args, **more)
+
+            monkeypatch.setattr(zmq.asyncio.Socket, name, noted)
+        states = [WorkerState(version=1)]
+
+        def join(_call: str, _body: bytes) -> bytes:
+            states.append(WorkerState(version=1, state="CATCHING_UP", why_not="it is old"))
+            return b"joined"
+
+        link.serve(join, lambda: states[-1], lambda _paused: None)
+        api.send_multipart([b"1", b"init", b""])
+        assert api.poll(int(WAIT_S * 1000))
+        assert api.recv_multipart() == [b"1", b"reply", b"joined"]
+        assert core.poll(int(WAIT_S * 1000))
+        assert decoded(core.recv_multipart()) == states[-1]
+        assert sent == [zmq.DEALER, zmq.ROUTER]
+
+    def test_a_hold_that_the_core_does_not_answer_is_released(
+        self, linked: tuple[WorkerLink, zmq.Socket[bytes], zmq.Socket[bytes]]
+    ) -> None:
+        link, core, _ = linked
+        link.serve(lambda *_: b"", lambda: WorkerState(version=1), lambda _paused: None)
+        with pytest.raises(ws.TransferTimeout, match="the engine core did not answer hold"):
+            link.hold(SOON_S)
+        for expected in (WorkerCall(call=1, action="hold"), WorkerState(version=1, released=True)):
+            assert core.poll(int(WAIT_S * 1000))
+            assert decoded(core.recv_multipart()) == expected
+
+
+def decoded(frames: list[bytes]) -> WorkerMessage:
+    """Return a worker's message to its core."""
+    decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(
+        cast(Any, WorkerMessage)
+    )
+    return decoder.decode(frames[1])

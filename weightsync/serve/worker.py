@@ -203,9 +203,11 @@ class WorkerLink:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             context.destroy(linger=100)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         """Run a task whose failure ends the process."""
-        self._keep(work).add_done_callback(end_process)
+        task = self._keep(work)
+        task.add_done_callback(end_process)
+        return task
 
     def _keep(self, work: Any) -> asyncio.Task[None]:
         """Run a task and keep a reference to it: the loop has weak references only."""
@@ -261,7 +263,7 @@ class WorkerLink:
             )
         except Exception as exc:  # noqa: BLE001  # the edge: each error becomes a document
             kind, reply = b"problem", encode_problem(to_problem(exc))
-        self._send_state_if_changed()  # before the reply, so that the core knows the state first
+        await self._send_state_if_changed()  # before the reply: the core knows the state first
         await self._control.send_multipart([owner, call, kind, reply])
 
     def _pool_of(self, call: str) -> ThreadPoolExecutor:
@@ -273,19 +275,20 @@ class WorkerLink:
     async def _send_states(self) -> None:
         while True:
             await asyncio.sleep(STATE_POLL_S)
-            self._send_state_if_changed()
+            await self._send_state_if_changed()
             if self._loop.time() - self._sent_at > HEARTBEAT_S:
-                self._send_state(self._read_state())
+                await self._send_state(self._read_state())
 
-    def _send_state_if_changed(self) -> None:
+    async def _send_state_if_changed(self) -> None:
         state = self._read_state()
         if state != self._sent_state:
-            self._send_state(state)
+            await self._send_state(state)
 
-    def _send_state(self, state: WorkerState) -> None:
+    def _send_state(self, state: WorkerState) -> asyncio.Task[None]:
+        """Send a state. States are sent in the order of the calls, awaited or not."""
         self._sent_at = self._loop.time()
         self._sent_state = msgspec.structs.replace(state, released=False)
-        self._spawn(self._send(state))
+        return self._spawn(self._send(state))
 
 
 def _not_served(*_: object) -> Any:
