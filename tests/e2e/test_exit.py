@@ -112,7 +112,7 @@ def serve():
             pipe.send(receiver.handle(pipe.recv()))
 
 def asking():
-    return [thread for thread in threading.enumerate() if thread.name == "weightsync-ask"]
+    return [thread for thread in threading.enumerate() if thread.name == "weightsync-bounded-call"]
 
 receiver = ws.WeightReceiver(hook, apply="in_place")
 threading.Thread(target=serve, daemon=True).start()

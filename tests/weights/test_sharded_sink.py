@@ -105,7 +105,7 @@ class Sender:
     def deliver(
         self, plan: StreamLayout, load_target: LoadTarget, tensors: list[torch.Tensor]
     ) -> None:
-        """Bring the tensors; every run must prove itself."""
+        """Bring the tensors; every unit must prove itself."""
         load_target.begin()
         stream = stream_bytes(plan, tensors)
         for unit, program in self.programs(plan, load_target, tensors):
@@ -302,7 +302,7 @@ class TestProof:
 
 
 class TestUpdatesWithHandlesOfTheirOwn:
-    """What a message carries itself is fingerprinted tensor by tensor, not run by run."""
+    """What a message carries itself is fingerprinted tensor by tensor, not unit by unit."""
 
     def _update(
         self, stack: ExitStack, pairs: list[tuple[str, torch.Tensor]], spoilt: str = ""

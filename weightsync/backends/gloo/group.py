@@ -38,7 +38,9 @@ class BoundedCall(Generic[T]):
         self._error: BaseException | None = None
         self._given_up = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="weightsync-ask", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="weightsync-bounded-call", daemon=True
+        )
         self._thread.start()
 
     @property
