@@ -34,6 +34,19 @@ class Calls:
         return StepReply(state="READY", version=self.count)
 
 
+class Slow:
+    """Holds a call from `entered` until `go`."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> StepReply:
+        self.entered.set()
+        assert self.go.wait(WAIT_S)
+        return self._calls()
+
+
 def test_a_repeat_gets_the_first_answer() -> None:
     table, calls = UpdateTable(WAIT_S), Calls()
     first = table.once("u", "finish", calls, timeout_s=WAIT_S)
@@ -68,20 +81,14 @@ def test_a_refusal_of_the_moment_is_asked_anew(refusal: WeightSyncError) -> None
 @pytest.mark.parametrize("error", [None, TransferError("lost"), UpdateConflictError("busy")])
 def test_a_retry_joins_the_call_in_flight(error: WeightSyncError | None) -> None:
     table, calls = UpdateTable(WAIT_S), Calls(error)
-    entered, go = threading.Event(), threading.Event()
-
-    def slow() -> StepReply:
-        entered.set()
-        assert go.wait(WAIT_S)
-        return calls()
-
+    slow = Slow(calls)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(table.once, "u", "k", slow, timeout_s=WAIT_S)
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         with pytest.raises(TransportTimeout, match=r"still runs after 0.01 s"):
             table.once("u", "k", slow, timeout_s=0.01)
         second = pool.submit(table.once, "u", "k", slow, timeout_s=WAIT_S)
-        go.set()
+        slow.go.set()
         outcomes = [f.exception(WAIT_S) or f.result() for f in (first, second)]
     if not isinstance(error, UpdateConflictError):
         assert calls.count == 1
@@ -127,21 +134,15 @@ def test_what_was_aborted_is_not_answered_but_its_running_call_is() -> None:
 
 def test_a_call_in_flight_is_joined_after_any_number_of_other_updates() -> None:
     table, calls = UpdateTable(WAIT_S), Calls()
-    entered, go = threading.Event(), threading.Event()
-
-    def slow() -> StepReply:
-        entered.set()
-        assert go.wait(WAIT_S)
-        return calls()
-
+    slow = Slow(calls)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(table.once, "u", "k", slow, timeout_s=WAIT_S)
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         for number in range(600):
             table.aborted(f"other {number}")
             table.once("u", number, Calls(), timeout_s=WAIT_S)
         again = pool.submit(table.once, "u", "k", calls, timeout_s=WAIT_S)
-        go.set()
+        slow.go.set()
         assert again.result(WAIT_S) is first.result(WAIT_S)
     assert calls.count == 1
     assert len(table._updates) <= 256

@@ -1,4 +1,4 @@
-"""What verbs show on a terminal: styled lines, and bars."""
+"""The output of verbs on a terminal: styled lines, and progress bars."""
 
 from __future__ import annotations
 

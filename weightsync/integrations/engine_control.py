@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,7 +11,7 @@ from weightsync.errors import AuthError, ConfigError, RemoteError, WeightSyncErr
 from weightsync.transports.http import HttpTransport, json_object
 
 
-class EngineControl(HttpTransport):
+class EngineControl(HttpTransport, ABC):
     """Calls to the server at `url`. Each raises WeightSyncError."""
 
     auth_advice = "give its token as token="
@@ -33,9 +34,9 @@ class EngineControl(HttpTransport):
         finally:
             probe.close()
 
+    @abstractmethod
     def is_kind(self, *, timeout_s: float) -> bool:
         """Whether the server is of this kind."""
-        raise NotImplementedError
 
     def _request(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         """Return the JSON object of the answer to a POST, or a GET without `body`; {} for none."""

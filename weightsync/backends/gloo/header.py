@@ -29,7 +29,7 @@ class HeaderStatus(IntEnum):
 
 
 class ChunkHeader(NamedTuple):
-    """What one header says: the number of the chunk, from 0 within the update of this epoch.
+    """The content of one header: the number of the chunk, from 0 within the update of this epoch.
 
     `chunks` is the count of chunks, `nbytes` the bytes that follow. `fingerprints` are those of the
     chunk's copy units, empty when verification is off.
