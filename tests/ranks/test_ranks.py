@@ -171,7 +171,7 @@ def in_a_sub_group(rank: int) -> tuple[list[bytes], Seen]:
 
 def not_a_member(_: int) -> Seen:
     group = dist.new_group([0, 1])
-    return seen(lambda: join_ranks(group, timeout_s=TIMEOUT_S))
+    return seen(lambda: join_ranks(group, timeout_s=TIMEOUT_S).agree())
 
 
 def of_one(rank: int) -> bool:
