@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -351,13 +351,14 @@ class Fleet:
     ) -> None:
         """Wait until every call has a result. `idle` is called periodically in a long wait."""
         idled = time.monotonic()
-        while wait(begun, timeout=LOOK_S).not_done:
-            self.look()
-            if time.monotonic() - idled > _IDLE_S:
-                self.group.comm.attend()
-                if idle is not None:
-                    idle()
-                idled = time.monotonic()
+        for future in begun:
+            while not _has_result(future, LOOK_S):
+                self.look()
+                if time.monotonic() - idled > _IDLE_S:
+                    self.group.comm.attend()
+                    if idle is not None:
+                        idle()
+                    idled = time.monotonic()
 
     def look(self) -> None:
         """Give up calls to members that give no sign of life. Cheap: called in every wait."""
@@ -482,6 +483,15 @@ class Fleet:
         self._gone_nbytes += transport.sent_nbytes
         self._gone_messages += transport.sent_messages
         transport.close()
+
+
+def _has_result(future: Future[MemberReply], wait_s: float) -> bool:
+    """Wait for at most `wait_s`. For one call cheaper than `concurrent.futures.wait`."""
+    try:
+        future.exception(wait_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _call(member: Member, message: Request, timeout_s: float) -> MemberReply:

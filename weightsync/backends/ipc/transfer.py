@@ -253,7 +253,7 @@ class IncomingTransfer:
         self._control = opened.control
         self._fingerprints: list[int] = []
         self._wrong: list[CopyUnit] = []
-        self._checked_at = 0.0
+        self._checked_at = time.monotonic()  # the sender's message came just now
         ring_update = self._ring_update = decode_payload(info.payload, RingUpdate)
         if info.manifest is not None:
             if not ring_update.packed:
