@@ -26,7 +26,8 @@ SHORT_S = 2.0
 ROOM_S = 8 * SHORT_S
 """A fault is told after a few times the timeout; the rest is for slow machines."""
 SMALL = 16 << 10
-SLOW: dict[str, Any] = {"sink": "hook", "apply": "in_place", "delay_s": 0.05}
+SLOW: dict[str, Any] = {"sink": "hook", "apply": "in_place"}
+"""A receiver that `begin_to_load` finds in the middle of an update."""
 
 
 @dataclass
@@ -92,7 +93,8 @@ def check_all_hold(trainer: Trainer, version: int, fleet: Sequence[Remote]) -> N
 
 
 def begin_to_load(trainer: Trainer, seed: int, slow: Remote) -> None:
-    """Send, until the receiver is in the middle of it."""
+    """Send, until the receiver is in the middle of it, where it stays for seconds."""
+    slow.hinder(delay_s=0.4)
     trainer.begin("send", seed)
     wait_until(lambda: not slow.status()["may_generate"], "the update to begin")
     time.sleep(0.1)
@@ -170,6 +172,7 @@ def test_a_host_is_cut_off_in_the_middle(scene: Scene) -> None:
     assert isinstance(error, ws.TransferError | ws.TransportTimeout)
     assert lost.url in told(error)
     stay_on(1, held, [here, third])
+    lost.hinder()
     assert trainer.send(seed=3).version == 2
     check_all_hold(trainer, 2, fleet)
 
@@ -225,6 +228,7 @@ def test_the_trainer_dies_in_the_middle_and_two_ranks_elsewhere_take_over(scene:
     stay_on(1, held[1:], fleet[1:])
     assert slow.status()["state"] == "TORN"
     assert fleet[0].digests() == held[0]
+    slow.hinder()
     hosts = scene.network.hosts
     crew = scene.stack.enter_context(several_hosts.ranks(hosts[C], hosts[B]))
     for outcome in several_hosts.together(crew, "connect", [r.url for r in [*fleet, slow]]):
