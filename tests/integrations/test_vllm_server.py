@@ -312,6 +312,8 @@ class Doomed:
 
     workers: Workers
     endpoints: Endpoints
+    lingers_s: float = 0.0
+    """Time from the death to the arrival of the call."""
 
     @property
     def url(self) -> str:
@@ -329,6 +331,7 @@ class Doomed:
             os.kill(pid, signal.SIGKILL)
             # Not join(), which this thread may not call beside the test's.
             wait_until(lambda: not psutil.pid_exists(pid), "its end")
+            time.sleep(self.lingers_s)
 
         self.workers.heard[verb] = kill
         trainer.start()
@@ -369,6 +372,14 @@ def test_a_killed_trainer_s_pause_ends_without_it(doomed: Doomed) -> None:
         sender.send_weights()
     assert not doomed.workers.paused
     assert all(torch.equal(held.weight, model.weight) for held in doomed.workers.models)
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_pause_that_arrives_after_its_trainer_s_death_ends_too(doomed: Doomed) -> None:
+    doomed.lingers_s = 3 * vllm_pauses.CHECK_S
+    doomed.kill_at("keep")
+    assert doomed.workers.log[-1] == "pause keep"
+    assert doomed.ask() == "answered"
 
 
 @pytest.mark.parametrize("doomed", ["in_place"], indirect=True)

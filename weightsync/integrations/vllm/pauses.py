@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 CHECK_S = 0.5
 """Seconds between two checks of the sender that paused the engine."""
 LEASE_S = 5.0
-"""How long a pause lasts without a round of its owner, while workers do not know that sender."""
+"""How long a pause lasts without a round of its owner, while workers do not know that sender.
+
+Also how long after the last round of a dead owner its call to pause may still arrive.
+"""
 
 Rpc = Callable[..., Any]
 
@@ -139,6 +142,8 @@ class PauseGuard:
                 "%d of its weights",
                 answers[0].version,
             )
+        elif time.monotonic() - self._heard < LEASE_S:
+            return  # its call to pause may be on its way
         self.forget_owner()
 
     def _refuse_requests(self, answers: Iterable[WorkerAnswer]) -> None:
