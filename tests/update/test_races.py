@@ -24,6 +24,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.offers import offered, registered
+from tests.update.uniform import values
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.segment import live_segments
@@ -65,10 +66,6 @@ def fill(module: nn.Module, value: float) -> None:
             tensor.fill_(value)
 
 
-def values(module: nn.Module) -> set[float]:
-    return {float(v) for t in module.state_dict().values() for v in t.reshape(-1).tolist()}
-
-
 def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not holds():
@@ -98,10 +95,6 @@ class StoppingSink(ModuleSink):
     def difference(self, offered: Manifest) -> ManifestDifference:
         self._pass("difference")
         return super().difference(offered)
-
-    def refresh(self) -> int:
-        self._pass("refresh")
-        return super().refresh()
 
     def commit_all(self, load_targets: Any) -> None:
         super().commit_all(load_targets)
@@ -226,7 +219,7 @@ class TestWhileAStepRuns:
         here = meet()
         method, state = {
             "init": ("difference", "READY"),
-            "load": ("refresh", "UPDATING"),
+            "load": ("difference", "UPDATING"),
             "prepare": ("difference", "UPDATING"),
             "finish": ("commit_all", "PREPARED"),
         }[step]
@@ -261,7 +254,7 @@ class TestWhileAStepRuns:
             here.say(request)
             running = here.stopped_in("difference", PrepareRequest(update_id="u"))
         else:
-            running = here.stopped_in("refresh", request)
+            running = here.stopped_in("difference", request)
         aborting = here.pool.submit(here.say, AbortRequest(update_id="u"))
         until(lambda: here.state == ("ABORTING", 0))
         assert here.readable()
@@ -274,7 +267,7 @@ class TestWhileAStepRuns:
 
     def test_an_abort_of_what_does_not_stop_returns_after_the_lease(self, meet: Meet) -> None:
         here = meet(lease_s=SHORT_S)
-        running = here.stopped_in("refresh", here.sender.update(1, "u"))
+        running = here.stopped_in("difference", here.sender.update(1, "u"))
         assert here.say(AbortRequest(update_id="u")).state == "ABORTING"
         with pytest.raises(ws.UpdateConflictError):
             here.say(StartRequest(update_id="v"))
@@ -332,7 +325,7 @@ class TestWhileAStepRuns:
     def test_a_repeat_waits_no_longer_than_the_lease(self, meet: Meet) -> None:
         here = meet(lease_s=SHORT_S)
         request = here.sender.update(1, "u")
-        running = here.stopped_in("refresh", request)
+        running = here.stopped_in("difference", request)
         with pytest.raises(ws.TransportTimeout, match=r"still runs after 0\.2 s"):
             here.say(request)
         with pytest.raises(ws.UpdateConflictError, match=r"busy for 0\.2 s with update u"):
@@ -345,7 +338,7 @@ class TestWhileAStepRuns:
         self, meet: Meet, caplog: pytest.LogCaptureFixture
     ) -> None:
         here = meet(lease_s=SHORT_S)
-        running = here.stopped_in("refresh", here.sender.update(1, "u"))
+        running = here.stopped_in("difference", here.sender.update(1, "u"))
         here.receiver.close()
         assert "a loader is still running" in caplog.text
         assert here.receiver.shared_memory_usage()
@@ -387,7 +380,7 @@ def test_others_go_on_while_an_update_is_discarded(
 class TestTwoSenders:
     def test_who_takes_over_ends_a_load(self, meet: Meet) -> None:
         here = meet()
-        running = here.stopped_in("refresh", here.sender.update(1, "u"))
+        running = here.stopped_in("difference", here.sender.update(1, "u"))
         with pytest.raises(ws.SenderConflictError):
             here.another().init(here.receiver)
         second = here.another(term=1)

@@ -18,3 +18,8 @@ def fill(model: nn.Module, value: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
+
+
+def values(module: nn.Module) -> set[float]:
+    """Return all values of the module's tensors."""
+    return {float(v) for t in module.state_dict().values() for v in t.reshape(-1).tolist()}

@@ -158,6 +158,7 @@ def _end_pause(settings: dict[str, Any]) -> None:
     )
     tls = urllib.request.HTTPSHandler(context=_context(settings["verify_tls"]))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls, _NoRedirects())
+    time.sleep(_RETRY_S)  # the dead trainer's call to pause may be on its way
     while time.monotonic() < deadline:
         try:
             with opener.open(request, timeout=deadline - time.monotonic()):

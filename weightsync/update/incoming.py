@@ -165,7 +165,14 @@ class LoadTargets:
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
     def find(self, layout: StreamLayout) -> LoadTarget | None:
-        """Return the load target of a layout, None where there is none that still fits the sink."""
+        """Return the load target of a layout, None where there is none that still fits the sink.
+
+        The sink is not inspected before a staged update of the whole model: a look at every place
+        of a model with 25,000 modules takes longer than many copies, and `validate` looks again.
+        """
+        known = self._whole
+        if known and known[0] == layout.manifest.digest and known[1].is_unused():
+            return known[1]
         generation = self._sink.refresh()
         if generation != self._generation:
             self._generation, self._whole = generation, None

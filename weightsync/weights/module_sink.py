@@ -13,7 +13,7 @@ from torch import nn
 from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
-    TransferError,
+    ModelChangedError,
     VerificationError,
     shorten,
 )
@@ -257,6 +257,11 @@ class ModuleSink(WeightSink):
         return self._gpus
 
     @property
+    def generation(self) -> int:
+        """The result of the last `refresh`."""
+        return self._generation
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """The module's tensors in the manifest's order: of DTensors, the local tensors."""
         self.refresh()
@@ -426,18 +431,18 @@ def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -
 
 
 class _ModuleTarget(LoadTarget):
-    """A load target that fails when other code changes the module during an update."""
+    """A load target that fails when other code has changed the module."""
 
     def __init__(self, sink: ModuleSink) -> None:
         self._sink = sink
         self._generation = sink.refresh()
 
     def validate(self) -> None:
-        """Raise TransferError when the module's tensors changed since the target was opened."""
+        """Raise ModelChangedError when the module's tensors changed since this was opened."""
         if self._sink.refresh() != self._generation:
-            raise TransferError(
-                "the receiving module's tensors were moved or replaced during the update; "
-                "send it again"
+            raise ModelChangedError(
+                "the receiving module's tensors were moved or replaced by other code; send the "
+                "update again"
             )
 
 
@@ -452,6 +457,15 @@ class _PointerTarget(_ModuleTarget):
         self._arenas = [in_use, _Arena(destinations, sink)]
         self._spare = 1
         self.peak_extra_nbytes = destinations.nbytes
+
+    def is_unused(self) -> bool:
+        """Whether only this target uses the spare arena.
+
+        A user may have kept views of it while it was in use, and have given them back to the
+        module since.
+        """
+        current = self._sink.generation == self._generation
+        return current and self._arenas[self._spare].is_unused()
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
@@ -475,6 +489,14 @@ class _Arena:
             for tensor in destination.targets:
                 moves = sink.moves(tensor, destination.spec)
                 (self._plain if moves else self._other).append((tensor, view))
+        self._own_uses = self._uses()
+
+    def is_unused(self) -> bool:
+        """Whether nothing but this object uses the memory."""
+        return self._uses() == self._own_uses
+
+    def _uses(self) -> int:
+        return uses(self.memory.tensors[0]) if self.memory.tensors else 0
 
     def adopt_current(self) -> None:
         """Move the module's weights into this arena, except tensors that cannot move."""
@@ -505,6 +527,10 @@ class _CopyTarget(_ModuleTarget):
             for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True)
             for tensor in destination.targets
         ]
+
+    def is_unused(self) -> bool:
+        """Whether the module was the same at its last inspection; nothing else has this memory."""
+        return self._sink.generation == self._generation
 
     def commit(self) -> None:
         with torch.no_grad():

@@ -43,6 +43,14 @@ class LoadTarget(ABC):
     in_place: bool = False
     peak_extra_nbytes: int = 0
 
+    def is_unused(self) -> bool:
+        """Whether bytes may be written to `memory` before the sink is inspected again.
+
+        `validate` then raises ModelChangedError where the sink has changed since this was opened.
+        Cheap, whatever the size of the model. False where that is not known.
+        """
+        return False
+
     def begin(self) -> None:
         """Start an update. No weights in use have changed yet."""
 
