@@ -37,7 +37,8 @@ class Row:
     """One rival and option on one workload; `failed` is the reason for missing figures.
 
     `memcpy` and `update` are seconds, round by round; the values that readers held were right in
-    every row that has them. `load` is the machine's at the end.
+    every row that has them. `setup_s` includes the start of the readers, `connect_s` is the time of
+    `connect()` alone, 0 for other rivals. `load` is the machine's at the end.
     """
 
     workload: str
@@ -51,6 +52,7 @@ class Row:
     memcpy: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     setup_s: float = 0.0
+    connect_s: float = 0.0
     load: float = 0.0
     failed: str = ""
 

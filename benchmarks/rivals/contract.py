@@ -41,6 +41,9 @@ class Job:
 class Rival(ABC):
     """The trainer's side of a rival. `option` is that of its entry in the registry."""
 
+    connect_s: float = 0.0
+    """The part of `setup` that makes the connection, where a rival measures it."""
+
     def __init__(self, option: str) -> None:
         self.option = option
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,16 @@ class Trainer(Rival):
         self._module = module if path == "unpacked" else nn.Module()
         self._before = addresses(self._module)
         self._crew = Crew(job, self.reader(), [(sink, apply, token)] * job.readers)
+        to = self._crew.ready()
+        began = time.perf_counter()
         self._sender = ws.connect(
             module,
-            to=self._crew.ready(),
+            to=to,
             token=token,
             backend="gloo" if path == "gloo" else "auto",
             packed={"packed": True, "unpacked": False}.get(path),
         )
+        self.connect_s = time.perf_counter() - began
 
     def reader(self) -> type[Reader]:
         """Return the class that runs in the reader processes."""

@@ -62,6 +62,7 @@ class Taken:
     memcpy: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     setup_s: float = 0.0
+    connect_s: float = 0.0
     load: float = 0.0
     failed: str = ""
 
@@ -172,7 +173,8 @@ def _measure(
             fill(parameters, seed)
             rival.update(way)
             _check(rival, parameters, way)
-        taken.setup_s, taken.load = setup_s, os.getloadavg()[0]
+        taken.setup_s, taken.connect_s = setup_s, rival.connect_s
+        taken.load = os.getloadavg()[0]
         checked.add(way)
 
 

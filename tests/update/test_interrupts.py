@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import weightsync as ws
-from tests.update.test_races import Sender, fill, make, values
+from tests.update.test_races import Sender, fill, make
+from tests.update.uniform import values
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.wire.messages import AbortRequest, FinishRequest
