@@ -20,7 +20,6 @@ WeightSyncError
 |  +- TransferTimeout        also a TimeoutError
 |  +- TransferCancelled       the caller itself ended the wait, or closed the queue
 |  +- PeerLostError           .ranks: a process at the other end died or left
-|  +- ModelChangedError       other code replaced tensors of the receiving model
 |  +- VerificationError       .names
 +- ProcessLostError           .process .pid .exitcode: a process of this server ended by itself
 +- AuthError                  401 or 403
@@ -219,13 +218,6 @@ class PeerLostError(TransferError):
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         self.ranks = tuple(ranks)
         super().__init__(message)
-
-
-class ModelChangedError(TransferError):
-    """Other code moved or replaced tensors of the receiving model; the next update finds them.
-
-    `send_weights` sends once more by itself.
-    """
 
 
 class VerificationError(TransferError):

@@ -19,7 +19,7 @@ from tests.weights.streams import random_tensors, stream_bytes
 from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
-    ModelChangedError,
+    TransferError,
     VerificationError,
 )
 from weightsync.receiver import WeightReceiver, as_sink
@@ -478,7 +478,7 @@ class TestReplaced:
             sink, plan, load_target = open_target(module, "pointer", sender)
             full = torch.zeros(10, 37)
             module.rows = nn.Parameter(shard(full, mesh, Shard(1)))
-            with pytest.raises(ModelChangedError, match="moved or replaced by other code"):
+            with pytest.raises(TransferError, match="moved or replaced during the update"):
                 load_target.validate()
             tensors = random_tensors(plan.manifest, 1)
             sender.deliver(plan, sink.open_target(plan, "staged"), tensors)

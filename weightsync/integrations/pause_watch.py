@@ -147,6 +147,8 @@ def _watch() -> None:
                 settings = json.loads(line)
         if (ready and not more) or (gone and not ready) or (settings and received.endswith(_LEFT)):
             break
+    if settings and received.endswith(_PAUSED):
+        time.sleep(_RETRY_S)  # the dead trainer's call to pause may be on its way
     if settings and received.endswith((_PAUSED, _LEFT)):
         _end_pause(settings)
 
@@ -158,7 +160,6 @@ def _end_pause(settings: dict[str, Any]) -> None:
     )
     tls = urllib.request.HTTPSHandler(context=_context(settings["verify_tls"]))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls, _NoRedirects())
-    time.sleep(_RETRY_S)  # the dead trainer's call to pause may be on its way
     while time.monotonic() < deadline:
         try:
             with opener.open(request, timeout=deadline - time.monotonic()):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from weightsync.errors import ConfigError, ModelChangedError, StaleVersionError, WeightSyncError
+from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
 from weightsync.ranks.commands import CheckMoved
 from weightsync.report import SyncReport
 from weightsync.specs import MAX_VERSION
@@ -178,10 +178,9 @@ class Coordinator:
     ) -> tuple[UpdateTransaction, StartTerms]:
         """Send until all reachable members hold the version; `failed` of the update has the others.
 
-        The update is tried again with all members, up to _TRIES times in all, after a member was
-        reconnected, or found that other code had changed its model. It continues without failed
-        members where these are dropped, or where members cannot roll back because an update in
-        place was interrupted.
+        After a member was reconnected, the update is tried again with all members, up to _TRIES
+        times. It continues without failed members where these are dropped, or where members cannot
+        roll back because an update in place was interrupted.
         """
         weights_id = secrets.token_hex(8)
         without: dict[Member, WeightSyncError] = {}
@@ -201,13 +200,10 @@ class Coordinator:
             except WeightSyncError as exc:
                 dirty = dirty or update.dirty
                 reconnected = self.membership.reconnect(update.failed)
-                again = version is None and isinstance(exc, StaleVersionError)
-                again = again or any(
-                    isinstance(error, ModelChangedError) for error in update.failed.values()
-                )
+                ahead = version is None and isinstance(exc, StaleVersionError)
                 if self._group.worker.stop.is_set():
                     raise
-                if (reconnected or again) and tries < _TRIES:
+                if (reconnected or ahead) and tries < _TRIES:
                     tries += 1
                     continue
                 without.update(update.failed)

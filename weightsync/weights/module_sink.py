@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,7 @@ from torch import nn
 from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
-    ModelChangedError,
+    TransferError,
     VerificationError,
     shorten,
 )
@@ -190,6 +191,11 @@ class Destinations:
     shares: Sequence[Share] | None = None
 
     @property
+    def specs(self) -> list[TensorSpec]:
+        """The specs of all destinations, in order."""
+        return [destination.spec for destination in self.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of an arena that holds all of them."""
         return sum(aligned(destination.spec.nbytes) for destination in self.tensors)
@@ -320,8 +326,8 @@ class ModuleSink(WeightSink):
             == len(self.tensors) + tied
         )
         if self.swap == "pointer" and whole:
-            return _PointerTarget(self, destinations)
-        return _CopyTarget(self, destinations)
+            return _PointerTarget(self, layout, destinations)
+        return _CopyTarget(self, layout, destinations)
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of one arena, and of the tensors that cannot be pointed at it."""
@@ -431,26 +437,63 @@ def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -
 
 
 class _ModuleTarget(LoadTarget):
-    """A load target that fails when other code has changed the module."""
+    """A load target that detects that other code has changed the module."""
 
     def __init__(self, sink: ModuleSink) -> None:
         self._sink = sink
         self._generation = sink.refresh()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the module was the same at its last inspection as when this was opened."""
+        return self._sink.generation == self._generation
+
     def validate(self) -> None:
-        """Raise ModelChangedError when the module's tensors changed since this was opened."""
+        """Inspect the module. Raises TransferError where the bytes do not fit it any more."""
         if self._sink.refresh() != self._generation:
-            raise ModelChangedError(
-                "the receiving module's tensors were moved or replaced by other code; send the "
-                "update again"
-            )
+            self.follow()
+
+    def follow(self) -> None:
+        """Have `commit` write to the tensors that the module has now, for this update only."""
+        raise _moved()
 
 
-class _PointerTarget(_ModuleTarget):
+def _moved() -> TransferError:
+    return TransferError(
+        "the receiving module's tensors were moved or replaced during the update; send it again"
+    )
+
+
+class _StagedTarget(_ModuleTarget):
+    """A load target whose bytes are beside the module until the commit."""
+
+    def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
+        super().__init__(sink)
+        self._layout = layout
+        self._destinations = destinations
+
+    def follow(self) -> None:
+        """Assign the staged bytes to the module's present tensors.
+
+        The next update opens another target, since this one is not current any more. Raises
+        TransferError where this process holds other slices now.
+        """
+        now = self._sink.destinations(self._layout)
+        before = self._destinations
+        if now.shares != before.shares or now.specs != before.specs:
+            raise _moved()
+        self.assign(now)
+
+    @abstractmethod
+    def assign(self, destinations: Destinations) -> None:
+        """Have `commit` write to these destinations."""
+
+
+class _PointerTarget(_StagedTarget):
     """Two arenas in turn: the module uses one, the next update is written to the other."""
 
-    def __init__(self, sink: ModuleSink, destinations: Destinations) -> None:
-        super().__init__(sink)
+    def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
+        super().__init__(sink, layout, destinations)
         in_use = _Arena(destinations, sink)
         in_use.adopt_current()  # frees the module's own memory before the second allocation
         sink.settled()
@@ -464,8 +507,10 @@ class _PointerTarget(_ModuleTarget):
         A user may have kept views of it while it was in use, and have given them back to the
         module since.
         """
-        current = self._sink.generation == self._generation
-        return current and self._arenas[self._spare].is_unused()
+        return self.is_current and self._arenas[self._spare].is_unused()
+
+    def assign(self, destinations: Destinations) -> None:
+        self._arenas[self._spare].assign(destinations, self._sink)
 
     @property
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
@@ -482,14 +527,19 @@ class _Arena:
 
     def __init__(self, destinations: Destinations, sink: ModuleSink) -> None:
         self.memory = destinations.in_arena(sink.device)
+        self.assign(destinations, sink)
+        self._own_uses = self._uses()
+
+    def assign(self, destinations: Destinations, sink: ModuleSink) -> None:
+        """Make views of the memory for the tensors of these destinations."""
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
         for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True):
             view = from_bytes(flat, destination.spec)
             for tensor in destination.targets:
-                moves = sink.moves(tensor, destination.spec)
+                moves = sink.moves(tensor, destination.spec) and tensor.device == view.device
+                moves = moves and sink.swap == "pointer"
                 (self._plain if moves else self._other).append((tensor, view))
-        self._own_uses = self._uses()
 
     def is_unused(self) -> bool:
         """Whether nothing but this object uses the memory."""
@@ -515,24 +565,30 @@ class _Arena:
                 tensor.copy_(view)
 
 
-class _CopyTarget(_ModuleTarget):
+class _CopyTarget(_StagedTarget):
     """One arena beside the model, copied over at commit."""
 
-    def __init__(self, sink: ModuleSink, destinations: Destinations) -> None:
-        super().__init__(sink)
-        self.memory = destinations.in_arena(sink.device)
+    def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
+        super().__init__(sink, layout, destinations)
+        self._arena = destinations.in_arena(sink.device)
+        self.memory = self._arena
         self.peak_extra_nbytes = destinations.nbytes
-        self._pairs = [
-            (tensor, from_bytes(flat, destination.spec))
-            for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True)
-            for tensor in destination.targets
-        ]
+        self.assign(destinations)
 
     def is_unused(self) -> bool:
         """Whether the module was the same at its last inspection; nothing else has this memory."""
-        return self._sink.generation == self._generation
+        return self.is_current
+
+    def assign(self, destinations: Destinations) -> None:
+        self._pairs = [
+            (tensor, from_bytes(flat, destination.spec))
+            for destination, flat in zip(destinations.tensors, self._arena.tensors, strict=True)
+            for tensor in destination.targets
+        ]
 
     def commit(self) -> None:
+        if not self._pairs:
+            return
         with torch.no_grad():
             torch._foreach_copy_(
                 [tensor.detach() for tensor, _ in self._pairs], [view for _, view in self._pairs]

@@ -44,10 +44,10 @@ class LoadTarget(ABC):
     peak_extra_nbytes: int = 0
 
     def is_unused(self) -> bool:
-        """Whether bytes may be written to `memory` before the sink is inspected again.
+        """Whether bytes may be written to `memory` without an inspection of the sink before.
 
-        `validate` then raises ModelChangedError where the sink has changed since this was opened.
-        Cheap, whatever the size of the model. False where that is not known.
+        `validate` then inspects it. Cheap, whatever the size of the model; False where that is not
+        known.
         """
         return False
 

@@ -31,7 +31,8 @@ CHECK_S = 0.5
 LEASE_S = 5.0
 """How long a pause lasts without a round of its owner, while workers do not know that sender.
 
-Also how long after the last round of a dead owner its call to pause may still arrive.
+Also how long after the last round of a dead owner its call to pause may still arrive. A user's own
+pause in this time cannot be told from it, and is ended.
 """
 
 Rpc = Callable[..., Any]
