@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -111,6 +113,15 @@ def test_a_model_changed_between_updates_gets_the_next_one(
     followed.clear()
     pair.send(5)
     assert not followed
+
+
+@pytest.mark.parametrize("pair", ["copy"], indirect=True)
+def test_tensors_that_were_replaced_are_freed(pair: Pair) -> None:
+    before = [weakref.ref(p) for p in pair.served.parameters()]
+    replace(pair.served)
+    pair.send(3)
+    gc.collect()
+    assert [find() for find in before] == [None, None]
 
 
 def test_a_part_is_not_taken_for_the_whole(pair: Pair) -> None:

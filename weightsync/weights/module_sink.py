@@ -470,7 +470,8 @@ class _StagedTarget(_ModuleTarget):
     def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
         super().__init__(sink)
         self._layout = layout
-        self._destinations = destinations
+        # Not the destinations, which would keep tensors that other code has replaced.
+        self._specs, self._shares = destinations.specs, destinations.shares
 
     def follow(self) -> None:
         """Assign the staged bytes to the module's present tensors.
@@ -479,8 +480,7 @@ class _StagedTarget(_ModuleTarget):
         TransferError where this process holds other slices now.
         """
         now = self._sink.destinations(self._layout)
-        before = self._destinations
-        if now.shares != before.shares or now.specs != before.specs:
+        if now.shares != self._shares or now.specs != self._specs:
             raise _moved()
         self.assign(now)
 
