@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 import weightsync as ws
 from tests.e2e import models
+from weightsync.transports.calls import CallThreads
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.update.session import ProgressTimer
 
@@ -58,6 +60,28 @@ def test_a_steady_update_makes_no_thread(
         assert started == []
     receiver.close()
     wait_for_no_more_than(before)
+
+
+@pytest.mark.parametrize("error", [None, OSError("planted")])
+def test_a_call_that_follows_at_once_has_the_same_thread(error: OSError | None) -> None:
+    threads: CallThreads[int] = CallThreads()
+    first: Future[int] = Future()
+    second: Future[int] = Future()
+    used: list[int] = []
+
+    def call() -> int:
+        used.append(threading.get_ident())
+        if error is not None:
+            raise error
+        return 1
+
+    first.add_done_callback(lambda _: threads.submit(threading.get_ident, second))
+    threads.submit(call, first)
+    try:
+        assert [second.result(TIMEOUT_S)] == used
+        assert first.exception(0) is error
+    finally:
+        threads.close()
 
 
 def test_a_timer_expires_once_and_only_what_was_not_renewed() -> None:

@@ -58,17 +58,22 @@ class CallThreads(Generic[T]):
             try:
                 answer = call()
             except BaseException as exc:  # noqa: BLE001 # raised by Future.result
+                self._set_idle(inbox)
                 with suppress(InvalidStateError):
                     future.set_exception(exc)
                 del exc
             else:
+                self._set_idle(inbox)
                 with suppress(InvalidStateError):
                     future.set_result(answer)
                 del answer
             del call, future, work
-            self._idle.append(inbox)
-            if self._closed:
-                self.close()
+
+    def _set_idle(self, inbox: SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) -> None:
+        """Offer a thread for the next call. Before its result is set: who waits calls at once."""
+        self._idle.append(inbox)
+        if self._closed:
+            self.close()
 
 
 @dataclass(slots=True, eq=False)
