@@ -378,7 +378,7 @@ def test_a_killed_trainer_s_pause_ends_without_it(doomed: Doomed) -> None:
 def test_a_pause_that_arrives_after_its_trainer_s_death_ends_too(doomed: Doomed) -> None:
     doomed.lingers_s = 3 * vllm_pauses.CHECK_S
     doomed.kill_at("keep")
-    assert doomed.workers.log[-1] == "pause keep"
+    assert "pause keep" in doomed.workers.log
     assert doomed.ask() == "answered"
 
 
