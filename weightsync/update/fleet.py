@@ -350,11 +350,12 @@ class Fleet:
         self, begun: Sequence[Future[MemberReply]], *, idle: Callable[[], None] | None = None
     ) -> None:
         """Wait until every call has a result. `idle` is called periodically in a long wait."""
-        idled = time.monotonic()
+        looked = idled = time.monotonic()
         for future in begun:
-            while not _has_result(future, LOOK_S):
+            while not _has_result(future, max(0.0, looked + LOOK_S - time.monotonic())):
                 self.look()
-                if time.monotonic() - idled > _IDLE_S:
+                looked = time.monotonic()
+                if looked - idled > _IDLE_S:
                     self.group.comm.attend()
                     if idle is not None:
                         idle()
