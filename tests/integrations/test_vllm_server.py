@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -314,6 +314,7 @@ class Doomed:
     endpoints: Endpoints
     lingers_s: float = 0.0
     """Time from the death to the arrival of the call."""
+    linger: Callable[[float], None] = time.sleep
 
     @property
     def url(self) -> str:
@@ -331,7 +332,7 @@ class Doomed:
             os.kill(pid, signal.SIGKILL)
             # Not join(), which this thread may not call beside the test's.
             wait_until(lambda: not psutil.pid_exists(pid), "its end")
-            time.sleep(self.lingers_s)
+            self.linger(self.lingers_s)
 
         self.workers.heard[verb] = kill
         trainer.start()
@@ -380,6 +381,40 @@ def test_a_pause_that_arrives_after_its_trainer_s_death_ends_too(doomed: Doomed)
     doomed.kill_at("keep")
     assert "pause keep" in doomed.workers.log
     assert doomed.ask() == "answered"
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_pause_that_waits_for_a_busy_engine_ends_too(
+    doomed: Doomed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is busy for longer than a dead trainer's pause is waited for."""
+    monkeypatch.setattr(vllm_pauses, "LEASE_S", 3.0)
+    workers = doomed.workers
+    wait = time.sleep
+
+    def linger(seconds: float) -> None:
+        workers.input_queue.put(("call", (Future(), lambda: wait(5.0))))
+        wait(seconds)
+
+    doomed.lingers_s = 2 * vllm_pauses.CHECK_S  # a check is queued before the pause
+    monkeypatch.setattr(doomed, "linger", linger)
+    doomed.kill_at("keep")
+    assert "pause keep" in workers.log
+    assert doomed.ask() == "answered"
+
+
+@pytest.mark.parametrize("doomed", ["staged"], indirect=True)
+def test_a_user_pauses_long_after_a_trainer_died_before_its_pause(
+    doomed: Doomed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_pauses, "LEASE_S", 1.0)
+    doomed.workers.pauses = False  # the trainer's pause never comes
+    doomed.kill_at("keep")
+    time.sleep(1.0 + 4 * vllm_pauses.CHECK_S)
+    doomed.workers.pauses = True
+    doomed.workers.pause("keep", timeout_s=60)
+    time.sleep(4 * vllm_pauses.CHECK_S)
+    assert doomed.workers.paused
 
 
 @pytest.mark.parametrize("doomed", ["in_place"], indirect=True)

@@ -31,8 +31,8 @@ CHECK_S = 0.5
 LEASE_S = 5.0
 """How long a pause lasts without a round of its owner, while workers do not know that sender.
 
-Also how long after the last round of a dead owner its call to pause may still arrive. A user's own
-pause in this time cannot be told from it, and is ended.
+Also how long after a dead owner's last round its call to pause may arrive. A pause that a user
+makes in this time looks the same, and is ended.
 """
 
 Rpc = Callable[..., Any]
@@ -87,7 +87,7 @@ class PauseGuard:
         for result in results:
             result["paused"] = paused
         if round_.holds:
-            if paused and not ours and (not self._owner or not self._is_gone()):
+            if paused and not ours and (not self._owner or not self._is_gone(time.monotonic())):
                 return  # paused by a user, or by another live sender
             inherited, self._owner = bool(self._owner), round_.owner
             ours = ours or inherited
@@ -108,28 +108,29 @@ class PauseGuard:
             self._timer.cancel()
             self._timer = None
 
-    def check_owner(self) -> Future[None]:
+    def check_owner(self, asked: float) -> Future[None]:
         """Resume the engine if the sender that paused it is gone.
 
-        Returns a future that is never done: vLLM replies to a call when its future is done, and no
-        client waits for this one.
+        `asked` is the time at which the check was queued: every call that came before is done,
+        however long the engine was busy. Returns a future that is never done: vLLM replies to a
+        call when its future is done, and no client waits for this one.
         """
         try:
-            if self._owner and self._is_gone():
-                self._end_pause()
+            if self._owner and self._is_gone(asked):
+                self._end_pause(asked)
         except Exception:
             logger.exception("cannot check whether the sender that paused this engine lives")
         if self._owner:
             self._look_later()
         return Future()
 
-    def _is_gone(self) -> bool:
+    def _is_gone(self, asked: float) -> bool:
         """Whether the owner of the pause is gone; one that no worker knows yet has LEASE_S."""
         if not any(self._holds.values()):
-            return time.monotonic() - self._heard > LEASE_S
+            return asked - self._heard > LEASE_S
         return not all(answer.sender_lives for answer in self._run_round(self._holds))
 
-    def _end_pause(self) -> None:
+    def _end_pause(self, asked: float) -> None:
         if self._engine.is_scheduler_paused():
             answers = self._run_round({})
             if not vllm_rpc.one_version(answers):
@@ -143,7 +144,7 @@ class PauseGuard:
                 "%d of its weights",
                 answers[0].version,
             )
-        elif time.monotonic() - self._heard < LEASE_S:
+        elif asked - self._heard < LEASE_S:
             return  # its call to pause may be on its way
         self.forget_owner()
 
@@ -179,7 +180,7 @@ class PauseGuard:
     def _call_check(self) -> None:
         if self._engine.is_running():
             self._engine.input_queue.put_nowait(
-                (self._utility, (0, -1, "weightsync_check_owner", ()))
+                (self._utility, (0, -1, "weightsync_check_owner", (time.monotonic(),)))
             )
 
 
@@ -218,4 +219,4 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
             guard(self).forget_owner()
 
     core.collective_rpc, core.resume_scheduler = collective_rpc, resume_scheduler
-    core.weightsync_check_owner = lambda engine: guard(engine).check_owner()
+    core.weightsync_check_owner = lambda engine, asked: guard(engine).check_owner(asked)
