@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ from weightsync.shm.segment import live_segments
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.update import session
 from weightsync.update.lifecycle import ApplyChoice
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sink import Apply, LoadTarget
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
@@ -96,6 +99,18 @@ class StoppingSink(ModuleSink):
         self._pass("difference")
         return super().difference(offered)
 
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
+        """Return a target of which an engine that loads asks `is_unused`: "load" stops there."""
+        target = super().open_target(layout, apply)
+        is_unused = target.is_unused
+
+        def asked() -> bool:
+            self._pass("load")
+            return is_unused()
+
+        target.is_unused = asked  # type: ignore[method-assign]
+        return target
+
     def commit_all(self, load_targets: Any) -> None:
         super().commit_all(load_targets)
         self._pass("commit_all")
@@ -104,12 +119,16 @@ class StoppingSink(ModuleSink):
 class Sender:
     """A sender's engine without its transport: every message is made by hand."""
 
-    def __init__(self, term: int = 0) -> None:
+    def __init__(self, term: int = 0, *, packed: bool = False) -> None:
         self.module = make(0)
+        self.dead = False
+        self._packed = packed
+        self._sending: threading.Thread | None = None
         self.id = secrets.token_hex(8)
         self.owner = Owner(id=self.id, name=f"owner of term {term}", term=term)
         before = {segment.name for segment in live_segments()}
-        self.engine = IpcTrainerEngine(ModuleSource(self.module), TransferOptions(timeout_s=WAIT_S))
+        options = TransferOptions(timeout_s=WAIT_S, packed=packed)
+        self.engine = IpcTrainerEngine(ModuleSource(self.module), options)
         offered(self.engine)
         self._segments = {segment.name for segment in live_segments()} - before
 
@@ -122,14 +141,29 @@ class Sender:
     def update(self, value: float, update_id: str, *, prepare: bool = True) -> UpdateRequest:
         fill(self.module, value)
         payload = self.engine.begin([0], verify=True)
-        self.engine.transfer(lambda: None)
+        if self._packed:  # waits for its reader
+            self._sending = threading.Thread(target=self._transfer)
+            self._sending.start()
+        else:
+            self._transfer()
         info = registered(payload, sender=self.id)
         return UpdateRequest(
             update_id=update_id, start=StartTerms(), update_info=info, prepare=prepare
         )
 
+    def _transfer(self) -> None:
+        with suppress(InterruptedError):
+            self.engine.transfer(self._check)
+
+    def _check(self) -> None:
+        if self.dead:
+            raise InterruptedError
+
     def die(self) -> None:
         """As SIGKILL does, release the locks that say that the sender lives."""
+        self.dead = True
+        if self._sending is not None:
+            self._sending.join()
         for segment in live_segments():
             if segment.name in self._segments and segment._lock is not None:
                 segment._lock.release()
@@ -138,7 +172,9 @@ class Sender:
 class Meeting:
     """A receiver with a sender that is connected, and threads for messages that meet."""
 
-    def __init__(self, apply: ApplyChoice = "staged", lease_s: float = WAIT_S) -> None:
+    def __init__(
+        self, apply: ApplyChoice = "staged", lease_s: float = WAIT_S, *, packed: bool = False
+    ) -> None:
         self.served = make(0)
         self.sink = StoppingSink(self.served)
         self.released: list[str] = []
@@ -148,7 +184,7 @@ class Meeting:
             lease_s=lease_s,
             on_release=lambda: self.released.append(self.receiver.status().state),
         )
-        self.sender = Sender()
+        self.sender = Sender(packed=packed)
         self.sender.init(self.receiver)
         self.pool = ThreadPoolExecutor(8)
         self._senders = [self.sender]
@@ -219,7 +255,7 @@ class TestWhileAStepRuns:
         here = meet()
         method, state = {
             "init": ("difference", "READY"),
-            "load": ("difference", "UPDATING"),
+            "load": ("load", "UPDATING"),
             "prepare": ("difference", "UPDATING"),
             "finish": ("commit_all", "PREPARED"),
         }[step]
@@ -246,6 +282,22 @@ class TestWhileAStepRuns:
         here.say(AbortRequest(update_id="u"))
         here.the_next_update_succeeds()
 
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("apply", EACH)
+    def test_a_sender_that_dies_while_its_message_waits_changes_nothing(
+        self, meet: Meet, apply: ApplyChoice, packed: bool
+    ) -> None:
+        here = meet(apply, packed=packed)
+        running = here.stopped_in("load", here.sender.update(1, "u"))
+        here.sender.die()
+        here.sink.go_on.set()
+        error = running.exception(WAIT_S)
+        assert isinstance(error, ws.SegmentError)
+        assert "the sender died" in str(error)
+        assert here.state == ("READY", 0)
+        assert here.readable()
+        assert values(here.served) == {0}
+
     @pytest.mark.parametrize("step", ["load", "prepare"])
     def test_an_abort_waits_for_it(self, meet: Meet, step: str) -> None:
         here = meet()
@@ -254,7 +306,7 @@ class TestWhileAStepRuns:
             here.say(request)
             running = here.stopped_in("difference", PrepareRequest(update_id="u"))
         else:
-            running = here.stopped_in("difference", request)
+            running = here.stopped_in("load", request)
         aborting = here.pool.submit(here.say, AbortRequest(update_id="u"))
         until(lambda: here.state == ("ABORTING", 0))
         assert here.readable()
@@ -267,7 +319,7 @@ class TestWhileAStepRuns:
 
     def test_an_abort_of_what_does_not_stop_returns_after_the_lease(self, meet: Meet) -> None:
         here = meet(lease_s=SHORT_S)
-        running = here.stopped_in("difference", here.sender.update(1, "u"))
+        running = here.stopped_in("load", here.sender.update(1, "u"))
         assert here.say(AbortRequest(update_id="u")).state == "ABORTING"
         with pytest.raises(ws.UpdateConflictError):
             here.say(StartRequest(update_id="v"))
@@ -325,7 +377,7 @@ class TestWhileAStepRuns:
     def test_a_repeat_waits_no_longer_than_the_lease(self, meet: Meet) -> None:
         here = meet(lease_s=SHORT_S)
         request = here.sender.update(1, "u")
-        running = here.stopped_in("difference", request)
+        running = here.stopped_in("load", request)
         with pytest.raises(ws.TransportTimeout, match=r"still runs after 0\.2 s"):
             here.say(request)
         with pytest.raises(ws.UpdateConflictError, match=r"busy for 0\.2 s with update u"):
@@ -338,7 +390,7 @@ class TestWhileAStepRuns:
         self, meet: Meet, caplog: pytest.LogCaptureFixture
     ) -> None:
         here = meet(lease_s=SHORT_S)
-        running = here.stopped_in("difference", here.sender.update(1, "u"))
+        running = here.stopped_in("load", here.sender.update(1, "u"))
         here.receiver.close()
         assert "a loader is still running" in caplog.text
         assert here.receiver.shared_memory_usage()
@@ -380,7 +432,7 @@ def test_others_go_on_while_an_update_is_discarded(
 class TestTwoSenders:
     def test_who_takes_over_ends_a_load(self, meet: Meet) -> None:
         here = meet()
-        running = here.stopped_in("difference", here.sender.update(1, "u"))
+        running = here.stopped_in("load", here.sender.update(1, "u"))
         with pytest.raises(ws.SenderConflictError):
             here.another().init(here.receiver)
         second = here.another(term=1)

@@ -253,7 +253,7 @@ class IncomingTransfer:
         self._control = opened.control
         self._fingerprints: list[int] = []
         self._wrong: list[CopyUnit] = []
-        self._checked_at = time.monotonic()  # the sender's message came just now
+        self._checked_at = 0.0  # the sender may have died while its message waited for its turn
         ring_update = self._ring_update = decode_payload(info.payload, RingUpdate)
         if info.manifest is not None:
             if not ring_update.packed:
@@ -330,6 +330,7 @@ class IncomingTransfer:
             raise ProtocolError(
                 "an unpacked update needs storages, and init had none; init again with them"
             )
+        self._check()
         self._await_fence(None)
         if load_target.memory is None:
             feeder = self._feeder(load_target)
