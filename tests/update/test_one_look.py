@@ -15,6 +15,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.update.uniform import fill, make, values
+from weightsync.weights import arena
 from weightsync.weights.module_sink import ModuleTensors, _StagedTarget
 from weightsync.wire import codec
 from weightsync.wire.messages import UpdateRequest
@@ -181,3 +182,126 @@ def test_memory_that_a_user_gave_back_to_the_model_is_not_written(pair: Pair) ->
         assert values(pair.served) == before
     assert values(pair.served) == {4}
     assert torch.equal(next(pair.served.parameters()), next(pair.model.parameters()))
+
+
+@pytest.mark.parametrize("pair", ["pointer", "copy"], indirect=True)
+def test_a_model_that_is_changed_while_its_target_is_opened(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destinations, changed = ws.ModuleSink.destinations, list[str]()
+
+    def change_after(sink: ws.ModuleSink, layout: Any) -> Any:
+        found = destinations(sink, layout)
+        if not changed:
+            replace(pair.served)
+            changed.append("replaced")
+        return found
+
+    replace(pair.served)
+    pair.send(3)
+    monkeypatch.setattr(ws.ModuleSink, "destinations", change_after)
+    for value in (4, 5, 6):  # the first of them opens a target
+        pair.send(value)
+    assert changed
+
+
+def to_meta(module: nn.Module) -> None:
+    module.to("meta")
+
+
+def expand(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.ones(1).expand(parameter.shape)
+
+
+@pytest.mark.parametrize("change", [to_meta, expand])
+@pytest.mark.parametrize("during", [False, True])
+def test_tensors_that_cannot_be_written_to_are_refused(
+    pair: Pair, change: Any, during: bool
+) -> None:
+    fill(pair.model, 3)
+    refused = pytest.raises(ws.WeightSyncError, match=r"cannot be written to|moved or replaced")
+    with refused, pair.sender.update() as update:
+        if not during:
+            change(pair.served)
+        update.send(pair.model.state_dict().items())
+        change(pair.served)
+    torn = pair.way == "in_place" and during
+    status = pair.receiver.status()
+    assert (status.state, status.version) == ("TORN" if torn else "READY", 2)
+    pair.served.to_empty(device="cpu")
+    for parameter in pair.served.parameters():
+        parameter.data = torch.empty(parameter.shape)
+    pair.send(4)
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_staged_memory_that_a_user_shares_is_allocated_anew(pair: Pair) -> None:
+    """torch moves the storage of a shared tensor, of which plans to copy know the old address."""
+    kept = pair.served.state_dict()
+    pair.send(3)  # `kept` has the other memory, to which the next update will be written
+    kept["weight"].share_memory_()
+    assert set(kept["weight"].flatten().tolist()) == {2}
+    for value in (4, 5, 6):
+        pair.send(value)
+    assert set(kept["weight"].flatten().tolist()) == {2}
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_staged_memory_that_a_user_shares_during_an_update_is_not_used(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = pair.served.state_dict()
+    pair.send(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(_StagedTarget, "begin", lambda _: kept["weight"].share_memory_())
+        fill(pair.model, 4)
+        with pytest.raises(ws.TransferError, match="moved or replaced"):
+            pair.sender.send_weights()
+    assert values(pair.served) == {3}
+    pair.send(5)
+    pair.send(6)
+
+
+def add_child(module: nn.Module) -> None:
+    module.add_module("child", nn.Module())
+
+
+def replace_one(module: nn.Module) -> None:
+    module.load_state_dict({"bias": torch.zeros(32)}, assign=True, strict=False)
+
+
+@pytest.mark.parametrize("change", [add_child, replace_one])
+def test_a_change_of_one_part_keeps_no_more_memory(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tensors are pointed at two new arenas, and the old ones are freed."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    allocate = arena.allocate
+
+    def counted(nbytes: int, device: torch.device) -> torch.Tensor:
+        buffer = allocate(nbytes, device)
+        made.append(weakref.ref(buffer._base.pages))  # type: ignore[union-attr]
+        return buffer
+
+    monkeypatch.setattr(arena, "allocate", counted)
+    pair = Pair("pointer")
+    for value in (1, 2, 3):
+        pair.send(value)
+    for _ in range(2):
+        change(pair.served)
+        for value in (3, 4, 5):
+            pair.send(value)
+    gc.collect()
+    assert len(made) > 2
+    assert sum(find() is not None for find in made) == 2
+    pair.sender.close()
+    pair.receiver.close()
+
+
+def test_an_empty_module_is_committed() -> None:
+    model, served = nn.Module(), nn.Module()
+    receiver = ws.WeightReceiver(ws.ModuleSink(served, swap="copy"), apply="staged")
+    with ws.connect(model, to=receiver.handle) as sender:
+        assert sender.send_weights().version == 1
+    receiver.close()

@@ -597,3 +597,20 @@ def test_a_run_without_a_source_is_a_mistake() -> None:
     compiler = UnitCompiler(plan, load_target.memory)
     with pytest.raises(ValueError, match="needs a bucket"):
         compiler.compile_on_devices(plan.units[0])
+
+
+def test_bytes_of_other_rows_are_not_assigned_to_a_shard() -> None:
+    """A shard of the same shape may hold other rows."""
+    with member(0, (2,)) as mesh:
+        module = nn.Module()
+        full = torch.arange(16.0).reshape(4, 4)
+        module.weight = nn.Parameter(shard(full, mesh, Shard(0)))
+        sink = ShardedModuleSink(module)
+        assert sink.manifest is not None
+        target = sink.open_target(StreamLayout(sink.manifest), "staged")
+        target.begin()
+        module.weight = nn.Parameter(shard(full, mesh, Shard(0)))
+        target.validate()
+        module.weight = nn.Parameter(shard(full, mesh, _StridedShard(0, split_factor=2)))
+        with pytest.raises(TransferError, match="moved or replaced"):
+            target.validate()

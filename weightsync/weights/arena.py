@@ -36,7 +36,11 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     ask_for_huge_pages(memory)
     populate(memory)
     with torch.inference_mode(False):
-        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    # torch moves a storage of which it shares a view (share_memory_, torch.multiprocessing's
+    # queues). The pages then stay until no view of ours is left, since copies know their addresses.
+    buffer.pages = memory  # type: ignore[attr-defined]  # tensors take attributes
+    return buffer[:nbytes]
 
 
 def fits(nbytes: int, device: torch.device) -> bool:

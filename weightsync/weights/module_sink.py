@@ -238,7 +238,7 @@ class ModuleSink(WeightSink):
         self.swap = self._choose_swap() if swap == "auto" else swap
         self._generation = 0
         self.settled()
-        self._alone = self._find_alone()
+        self._alone = self._find_alone({})
 
     @property
     def device(self) -> torch.device:
@@ -286,9 +286,11 @@ class ModuleSink(WeightSink):
             self.swap = "copy"
             replaced = True
         if replaced or [t.data_ptr() for t in self._held] != self._addresses:
+            known = zip(before, self._addresses, strict=True)
+            alone = {id(t): address for t, address in known if self.is_alone(t)}
             self._described = self._describe()
-            self._generation += 1
-            self._alone = self._find_alone()
+            self.renew_targets()
+            self._alone = self._find_alone(alone)
             self.settled()
         if self.manifest is not None and self._described.digest != self.manifest.digest:
             changed = changes(self.manifest, self._described)
@@ -298,6 +300,10 @@ class ModuleSink(WeightSink):
                 mismatched=changed,
             )
         return self._generation
+
+    def renew_targets(self) -> None:
+        """Change the number of `refresh`: load targets opened before are of no use any more."""
+        self._generation += 1
 
     def settled(self) -> None:
         """Record the tensors' addresses, so that `refresh` sees when other code moves them."""
@@ -317,17 +323,18 @@ class ModuleSink(WeightSink):
         Raises ManifestMismatchError for tensors without a place, TransferError without room.
         """
         check_manifest(self, layout.manifest, partial=True)
+        generation = self.refresh()  # before the tensors are listed: it is older, if any differs
         destinations = self.destinations(layout)
         if apply == "in_place":
-            return _InPlaceTarget(self, destinations)
+            return _InPlaceTarget(self, generation, destinations)
         tied = sum(map(len, self._found.tied.values()))
         whole = (
             sum(len(destination.targets) for destination in destinations.tensors)
             == len(self.tensors) + tied
         )
         if self.swap == "pointer" and whole:
-            return _PointerTarget(self, layout, destinations)
-        return _CopyTarget(self, layout, destinations)
+            return _PointerTarget(self, generation, layout, destinations)
+        return _CopyTarget(self, generation, layout, destinations)
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of one arena, and of the tensors that cannot be pointed at it."""
@@ -353,7 +360,10 @@ class ModuleSink(WeightSink):
         )
 
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
-        """Return for each offered tensor the module's tensors that receive it."""
+        """Return for each offered tensor the module's tensors that receive it.
+
+        Raises ManifestMismatchError for tensors that cannot be written to.
+        """
         tensors, wanted = self.tensors, self._described
         places = wanted.places()
         groups: list[list[torch.Tensor]] = [[] for _ in offered.specs]
@@ -362,6 +372,17 @@ class ModuleSink(WeightSink):
             source = next((offered.index[n] for n in names if n in offered.index), None)
             if source is not None:
                 groups[source] += [tensor, *self._found.tied.get(i, [])]
+        fixed = [
+            spec.name
+            for spec, group in zip(offered.specs, groups, strict=True)
+            if not all(map(_is_writable, group))
+        ]
+        if fixed:
+            raise ManifestMismatchError(
+                f"{len(fixed)} tensors of the receiving module cannot be written to, they are on "
+                f"the meta device (offloaded) or expanded: {shorten(fixed)}; bring them back",
+                mismatched=fixed,
+            )
         return groups
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
@@ -406,11 +427,17 @@ class ModuleSink(WeightSink):
         specs = tuple(spec_of(name, tensor) for name, tensor in found)
         return Manifest(specs, self._found.aliases)
 
-    def _find_alone(self) -> set[int]:
+    def _find_alone(self, known: Mapping[int, int]) -> set[int]:
+        """Return the ids of tensors whose memory has no other user.
+
+        `known` are those that had none before, with their addresses. A tensor that is still there
+        is not inspected again: by now it shares an arena with the others.
+        """
         alone: set[int] = set()
         for i, tensor in enumerate(self._held):
             tied = self._found.tied.get(i, [])
-            if _uses_alone(tensor, others=len(tied)):
+            stays = id(tensor) in known and known[id(tensor)] == tensor.data_ptr()
+            if stays or _uses_alone(tensor, others=len(tied)):
                 alone.update(map(id, [tensor, *tied]))
         return alone
 
@@ -427,6 +454,15 @@ def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
     return uses(tensor) <= 2 + others
 
 
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory, and no two elements share it."""
+    strides = tensor.stride()
+    expanded = 0 in strides and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True)
+    )
+    return not (tensor.is_meta or expanded)
+
+
 def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
     """Whether the bytes of `spec`, without a cast, can be the memory of the tensor."""
     return (
@@ -437,11 +473,11 @@ def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -
 
 
 class _ModuleTarget(LoadTarget):
-    """A load target that detects that other code has changed the module."""
+    """A load target that detects that other code has changed the module since `generation`."""
 
-    def __init__(self, sink: ModuleSink) -> None:
+    def __init__(self, sink: ModuleSink, generation: int) -> None:
         self._sink = sink
-        self._generation = sink.refresh()
+        self._generation = generation
 
     @property
     def is_current(self) -> bool:
@@ -467,8 +503,10 @@ def _moved() -> TransferError:
 class _StagedTarget(_ModuleTarget):
     """A load target whose bytes are beside the module until the commit."""
 
-    def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
-        super().__init__(sink)
+    def __init__(
+        self, sink: ModuleSink, generation: int, layout: StreamLayout, destinations: Destinations
+    ) -> None:
+        super().__init__(sink, generation)
         self._layout = layout
         # Not the destinations, which would keep tensors that other code has replaced.
         self._specs, self._shares = destinations.specs, destinations.shares
@@ -492,8 +530,10 @@ class _StagedTarget(_ModuleTarget):
 class _PointerTarget(_StagedTarget):
     """Two arenas in turn: the module uses one, the next update is written to the other."""
 
-    def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
-        super().__init__(sink, layout, destinations)
+    def __init__(
+        self, sink: ModuleSink, generation: int, layout: StreamLayout, destinations: Destinations
+    ) -> None:
+        super().__init__(sink, generation, layout, destinations)
         in_use = _Arena(destinations, sink)
         in_use.adopt_current()  # frees the module's own memory before the second allocation
         sink.settled()
@@ -507,7 +547,23 @@ class _PointerTarget(_StagedTarget):
         A user may have kept views of it while it was in use, and have given them back to the
         module since.
         """
+        self._check_memory()
         return self.is_current and self._arenas[self._spare].is_unused()
+
+    def validate(self) -> None:
+        if not self._check_memory():
+            raise _moved()
+        super().validate()
+
+    def _check_memory(self) -> bool:
+        """Whether the spare arena is where it was allocated; if not, have other targets opened.
+
+        torch moves it where a user shares a view of it: see `arena.allocate`.
+        """
+        if self._arenas[self._spare].is_moved():
+            self._sink.renew_targets()
+            return False
+        return True
 
     def assign(self, destinations: Destinations) -> None:
         self._arenas[self._spare].assign(destinations, self._sink)
@@ -529,6 +585,7 @@ class _Arena:
         self.memory = destinations.in_arena(sink.device)
         self.assign(destinations, sink)
         self._own_uses = self._uses()
+        self._address = self._storage_address()
 
     def assign(self, destinations: Destinations, sink: ModuleSink) -> None:
         """Make views of the memory for the tensors of these destinations."""
@@ -544,6 +601,14 @@ class _Arena:
     def is_unused(self) -> bool:
         """Whether nothing but this object uses the memory."""
         return self._uses() == self._own_uses
+
+    def is_moved(self) -> bool:
+        """Whether torch has moved the memory to another address."""
+        return self._storage_address() != self._address
+
+    def _storage_address(self) -> int:
+        tensors = self.memory.tensors
+        return tensors[0].untyped_storage().data_ptr() if tensors else 0
 
     def _uses(self) -> int:
         return uses(self.memory.tensors[0]) if self.memory.tensors else 0
@@ -568,8 +633,10 @@ class _Arena:
 class _CopyTarget(_StagedTarget):
     """One arena beside the model, copied over at commit."""
 
-    def __init__(self, sink: ModuleSink, layout: StreamLayout, destinations: Destinations) -> None:
-        super().__init__(sink, layout, destinations)
+    def __init__(
+        self, sink: ModuleSink, generation: int, layout: StreamLayout, destinations: Destinations
+    ) -> None:
+        super().__init__(sink, generation, layout, destinations)
         self._arena = destinations.in_arena(sink.device)
         self.memory = self._arena
         self.peak_extra_nbytes = destinations.nbytes
@@ -600,8 +667,8 @@ class _InPlaceTarget(_ModuleTarget):
 
     in_place = True
 
-    def __init__(self, sink: ModuleSink, destinations: Destinations) -> None:
-        super().__init__(sink)
+    def __init__(self, sink: ModuleSink, generation: int, destinations: Destinations) -> None:
+        super().__init__(sink, generation)
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         parts: list[torch.Tensor] = []
         for destination in destinations.tensors:
