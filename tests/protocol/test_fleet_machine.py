@@ -325,7 +325,10 @@ class FleetMachine(RuleBasedStateMachine):
             went_well = True
         except EXPECTED:
             went_well = False
-        trainer.note_segments()
+        if trainer.dead:
+            trainer.free_locks()
+        else:
+            trainer.note_segments()
         self.here.settle()
         if trainer.dead:
             self.slots = [None if other is trainer else other for other in self.slots]

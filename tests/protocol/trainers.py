@@ -186,9 +186,12 @@ class Trainer:
 
     def die(self) -> None:
         """Imitate SIGKILL as others see it: no message, and a free lock."""
-        if self.dead:
-            return
-        self.dead = True
+        if not self.dead:
+            self.dead = True
+            self.free_locks()
+
+    def free_locks(self) -> None:
+        """Free the locks of its segments: also of those that it made while it died."""
         self.note_segments()
         for segment in live_segments():
             if segment.name in self._segments and segment._lock is not None:
