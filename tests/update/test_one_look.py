@@ -299,6 +299,39 @@ def test_a_change_of_one_part_keeps_no_more_memory(
     pair.receiver.close()
 
 
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_a_buffer_that_views_a_parameter_shows_the_new_weights(pair: Pair) -> None:
+    view = pair.served.weight.detach().view(-1)
+    pair.served.register_buffer("flat", view, persistent=False)
+    for value in (3, 4, 5):
+        fill(pair.model, value)
+        pair.sender.send_weights()
+        assert set(pair.served.weight.flatten().tolist()) == {value}
+        assert set(view.tolist()) == {value}
+
+
+def add_odd_buffer(module: nn.Module) -> None:
+    module.register_buffer("odd", torch.zeros(3, dtype=torch.complex128).to(torch.complex32))
+
+
+def add_uninitialized(module: nn.Module) -> None:
+    module.register_module("odd", nn.LazyLinear(4))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("change", [add_odd_buffer, add_uninitialized])
+def test_a_module_that_cannot_be_described_is_taken_again_when_it_is_brought_back(
+    pair: Pair, change: Any
+) -> None:
+    fill(pair.model, 3)
+    change(pair.served)
+    for _ in range(2):
+        with pytest.raises(ws.WeightSyncError):
+            pair.sender.send_weights()
+    del pair.served.odd
+    pair.send(4)
+
+
 def test_an_empty_module_is_committed() -> None:
     model, served = nn.Module(), nn.Module()
     receiver = ws.WeightReceiver(ws.ModuleSink(served, swap="copy"), apply="staged")

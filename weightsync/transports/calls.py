@@ -34,6 +34,8 @@ class CallThreads(Generic[T]):
     def submit(self, call: Callable[[], T], future: Future[T]) -> None:
         """Run `call` in a thread and settle `future`, unless it was settled meanwhile.
 
+        Callbacks of `future` run in that thread before its next call, so they must not wait.
+
         Raises RuntimeError where no thread can be started: at interpreter exit, from Python 3.12.
         """
         try:

@@ -281,6 +281,22 @@ class ModuleSink(WeightSink):
         """
         replaced = self._found.refresh()
         before, self._held = self._held, self._hold()
+        try:
+            self._follow(before, replaced=replaced)
+        except Exception:
+            self._held = before  # the next call inspects the module again
+            raise
+        if self.manifest is not None and self._described.digest != self.manifest.digest:
+            changed = changes(self.manifest, self._described)
+            raise ManifestMismatchError(
+                "the receiving module is no longer the one that WeightReceiver was made with: "
+                f"{shorten(changed)}; bring it back, or make a new WeightReceiver",
+                mismatched=changed,
+            )
+        return self._generation
+
+    def _follow(self, before: Sequence[torch.Tensor], *, replaced: bool) -> None:
+        """Inspect the tensors where any of them is not the one of `before`, or has moved."""
         replaced = replaced or not all(map(operator.is_, before, self._held))
         if self._chooses and self.swap == "pointer" and self._choose_swap() == "copy":
             self.swap = "copy"
@@ -292,14 +308,6 @@ class ModuleSink(WeightSink):
             self.renew_targets()
             self._alone = self._find_alone(alone)
             self.settled()
-        if self.manifest is not None and self._described.digest != self.manifest.digest:
-            changed = changes(self.manifest, self._described)
-            raise ManifestMismatchError(
-                "the receiving module is no longer the one that WeightReceiver was made with: "
-                f"{shorten(changed)}; bring it back, or make a new WeightReceiver",
-                mismatched=changed,
-            )
-        return self._generation
 
     def renew_targets(self) -> None:
         """Change the number of `refresh`: load targets opened before are of no use any more."""
@@ -431,19 +439,40 @@ class ModuleSink(WeightSink):
         """Return the ids of tensors whose memory has no other user.
 
         `known` are those that had none before, with their addresses. A tensor that is still there
-        is not inspected again: by now it shares an arena with the others.
+        is not inspected again, since it shares an arena with the others by now, unless a buffer
+        that is not persistent uses that arena.
         """
         alone: set[int] = set()
+        viewed = (
+            {_storage_of(t) for m in self._found.modules for t in _transient(m)} if known else ()
+        )
         for i, tensor in enumerate(self._held):
             tied = self._found.tied.get(i, [])
             stays = id(tensor) in known and known[id(tensor)] == tensor.data_ptr()
-            if stays or _uses_alone(tensor, others=len(tied)):
+            if (stays and _storage_of(tensor) not in viewed) or _uses_alone(
+                tensor, others=len(tied)
+            ):
                 alone.update(map(id, [tensor, *tied]))
         return alone
 
     def _choose_swap(self) -> Swap:
         compiled = any(map(_COMPILED, self._found.modules)) or self._found.wrapped
         return "copy" if compiled or self.gpus else "pointer"
+
+
+def _transient(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the module's own buffers that are not persistent."""
+    for name in module._non_persistent_buffers_set:
+        buffer = module._buffers.get(name)
+        if buffer is not None:
+            yield buffer
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage, 0 for a tensor without one of its own."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
