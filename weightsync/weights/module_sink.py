@@ -484,7 +484,7 @@ def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has memory, and no two elements share it."""
+    """Whether the tensor is neither on the meta device nor expanded."""
     strides = tensor.stride()
     expanded = 0 in strides and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True)
