@@ -16,7 +16,7 @@ from torch import nn
 import weightsync as ws
 from tests.update.uniform import fill, make, values
 from weightsync.weights import arena
-from weightsync.weights.module_sink import ModuleTensors, _StagedTarget
+from weightsync.weights.module_sink import ModuleTensors, _PointerTarget, _StagedTarget
 from weightsync.wire import codec
 from weightsync.wire.messages import UpdateRequest
 
@@ -168,19 +168,23 @@ def test_a_model_that_is_compiled_keeps_its_addresses_from_then_on() -> None:
     receiver.close()
 
 
+@pytest.mark.parametrize("values_sent", [(3,), (3, 4, 5)])
 @pytest.mark.parametrize("pair", ["pointer"], indirect=True)
-def test_memory_that_a_user_gave_back_to_the_model_is_not_written(pair: Pair) -> None:
+def test_memory_that_a_user_gave_back_to_the_model_is_not_written(
+    pair: Pair, values_sent: tuple[int, ...]
+) -> None:
     """Old weights, kept as views and put in place again, lie where the next update was staged."""
     kept = {name: tensor.detach() for name, tensor in pair.served.state_dict().items()}
-    pair.send(3)
+    for value in values_sent:
+        pair.send(value)
     pair.served.load_state_dict(kept, assign=True)
     del kept
     before = values(pair.served)
-    fill(pair.model, 4)
+    fill(pair.model, 6)
     with pair.sender.update() as update:
         update.send(pair.model.state_dict().items())
         assert values(pair.served) == before
-    assert values(pair.served) == {4}
+    assert values(pair.served) == {6}
     assert torch.equal(next(pair.served.parameters()), next(pair.model.parameters()))
 
 
@@ -236,31 +240,113 @@ def test_tensors_that_cannot_be_written_to_are_refused(
 
 
 @pytest.mark.parametrize("pair", ["pointer"], indirect=True)
-def test_staged_memory_that_a_user_shares_is_allocated_anew(pair: Pair) -> None:
-    """torch moves the storage of a shared tensor, of which plans to copy know the old address."""
+def test_older_weights_that_a_user_shares_are_not_moved_any_more(pair: Pair) -> None:
+    """torch moves the storage of a shared tensor, of which plans to copy know the address."""
     kept = pair.served.state_dict()
     pair.send(3)  # `kept` has the other memory, to which the next update will be written
     kept["weight"].share_memory_()
     assert set(kept["weight"].flatten().tolist()) == {2}
     for value in (4, 5, 6):
         pair.send(value)
+        assert not pair.served.weight.untyped_storage().is_shared()
     assert set(kept["weight"].flatten().tolist()) == {2}
 
 
+@pytest.mark.parametrize("step", ["begin", "validate", "commit"])
 @pytest.mark.parametrize("pair", ["pointer"], indirect=True)
-def test_staged_memory_that_a_user_shares_during_an_update_is_not_used(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+def test_older_weights_may_be_shared_during_an_update(
+    pair: Pair, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The update is written through another storage than that of the views that are shared."""
     kept = pair.served.state_dict()
     pair.send(3)
+    call = getattr(_PointerTarget, step)
+
+    def share_and_call(target: _PointerTarget) -> None:
+        if step == "begin":  # torch is copying what it shares, and moves it later
+            call(target)
+        kept["weight"].share_memory_()
+        if step != "begin":
+            call(target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(_StagedTarget, "begin", lambda _: kept["weight"].share_memory_())
-        fill(pair.model, 4)
-        with pytest.raises(ws.TransferError, match="moved or replaced"):
-            pair.sender.send_weights()
-    assert values(pair.served) == {3}
+        patch.setattr(_PointerTarget, step, share_and_call)
+        pair.send(4)
+    assert kept["weight"].untyped_storage().is_shared()
+    assert not pair.served.weight.untyped_storage().is_shared()
     pair.send(5)
     pair.send(6)
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_older_weights_may_be_shared_before_tensors_are_copied(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter with strides of its own is copied at the commit, also beside one that moves."""
+    pair.served.weight.data = pair.served.weight.detach().t().contiguous().t()
+    pair.send(3)
+    pair.send(4)  # opens a target
+    kept = pair.served.state_dict()["bias"]
+    pair.send(5)
+    begin = _PointerTarget.begin
+
+    def begin_and_share(target: _PointerTarget) -> None:
+        begin(target)
+        kept.share_memory_()
+
+    monkeypatch.setattr(_PointerTarget, "begin", begin_and_share)
+    pair.send(6)
+
+
+@pytest.mark.parametrize("case", ["dropped", "shared and dropped", "shared"])
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_what_a_user_kept_costs_nothing_once_it_is_elsewhere(
+    pair: Pair, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(of: Any) -> Any:
+            seen[name] += getattr(of, "module", pair.served) is pair.served
+            return call(of)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(arena, "with_new_storage")
+    count(ModuleTensors, "refresh")
+    kept = pair.served.state_dict()
+    pair.send(3)
+    if "shared" in case:
+        kept["weight"].share_memory_()
+    if case == "shared and dropped":
+        kept.clear()  # the storage has been moved, and has no other user
+    pair.send(4)
+    if case == "dropped":
+        kept.clear()
+    assert seen["with_new_storage"] == 1
+    for value in (5, 6, 7):
+        seen.clear()
+        pair.send(value)
+        assert seen == {"refresh": 1}
+        assert not pair.served.weight.untyped_storage().is_shared()
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_older_weights_that_a_user_keeps_cost_no_memory(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(arena, "allocate", lambda nbytes, _: made.append(nbytes))
+    addresses = set[int]()
+    for value in range(3, 9):
+        kept = pair.served.state_dict()
+        pair.send(value)
+        addresses.add(pair.served.weight.data_ptr())
+        assert kept["weight"].data_ptr() != pair.served.weight.data_ptr()
+    assert len(addresses) == 2
+    assert not made
 
 
 def add_child(module: nn.Module) -> None:

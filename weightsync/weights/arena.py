@@ -35,11 +35,25 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
     ask_for_huge_pages(memory)
     populate(memory)
+    return _of_pages(memory, nbytes)
+
+
+def with_new_storage(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the memory of an arena as a tensor that has a storage of its own.
+
+    torch moves the storage of a tensor that is shared with other processes (share_memory_, queues
+    of torch.multiprocessing), and with it all views of that storage. Tensors on a GPU, which it
+    does not move, are returned as they are.
+    """
+    pages = getattr(buffer._base, "pages", None)
+    return buffer if pages is None else _of_pages(pages, buffer.numel())
+
+
+def _of_pages(pages: mmap.mmap, nbytes: int) -> torch.Tensor:
     with torch.inference_mode(False):
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    # torch moves a storage of which it shares a view (share_memory_, torch.multiprocessing's
-    # queues). The pages then stay until no view of ours is left, since copies know their addresses.
-    buffer.pages = memory  # type: ignore[attr-defined]  # tensors take attributes
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    # They stay mapped when torch moves the storage, since plans to copy have their addresses.
+    buffer.pages = pages  # type: ignore[attr-defined]  # tensors take attributes
     return buffer[:nbytes]
 
 

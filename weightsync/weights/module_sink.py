@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -200,12 +200,8 @@ class Destinations:
         """Bytes of an arena that holds all of them."""
         return sum(aligned(destination.spec.nbytes) for destination in self.tensors)
 
-    def in_arena(self, device: torch.device) -> Memory:
-        """Allocate one arena for all; whole tensors have the stream's offsets in it.
-
-        Raises TransferError where there is no room.
-        """
-        buffer = arena.allocate(self.nbytes, device)
+    def in_arena(self, buffer: torch.Tensor) -> Memory:
+        """Return the memory of all in an arena; whole tensors have the stream's offsets in it."""
         tensors, at = [], 0
         for destination in self.tensors:
             tensors.append(buffer[at : at + destination.spec.nbytes])
@@ -282,7 +278,7 @@ class ModuleSink(WeightSink):
         replaced = self._found.refresh()
         before, self._held = self._held, self._hold()
         try:
-            self._follow(before, replaced=replaced)
+            self._note_changes(before, replaced=replaced)
         except Exception:
             self._held = before  # the next call inspects the module again
             raise
@@ -295,7 +291,7 @@ class ModuleSink(WeightSink):
             )
         return self._generation
 
-    def _follow(self, before: Sequence[torch.Tensor], *, replaced: bool) -> None:
+    def _note_changes(self, before: Sequence[torch.Tensor], *, replaced: bool) -> None:
         """Inspect the tensors where any of them is not the one of `before`, or has moved."""
         replaced = replaced or not all(map(operator.is_, before, self._held))
         if self._chooses and self.swap == "pointer" and self._choose_swap() == "copy":
@@ -305,13 +301,9 @@ class ModuleSink(WeightSink):
             known = zip(before, self._addresses, strict=True)
             alone = {id(t): address for t, address in known if self.is_alone(t)}
             self._described = self._describe()
-            self.renew_targets()
+            self._generation += 1
             self._alone = self._find_alone(alone)
             self.settled()
-
-    def renew_targets(self) -> None:
-        """Change the number of `refresh`: load targets opened before are of no use any more."""
-        self._generation += 1
 
     def settled(self) -> None:
         """Record the tensors' addresses, so that `refresh` sees when other code moves them."""
@@ -576,23 +568,11 @@ class _PointerTarget(_StagedTarget):
         A user may have kept views of it while it was in use, and have given them back to the
         module since.
         """
-        self._check_memory()
         return self.is_current and self._arenas[self._spare].is_unused()
 
-    def validate(self) -> None:
-        if not self._check_memory():
-            raise _moved()
-        super().validate()
-
-    def _check_memory(self) -> bool:
-        """Whether the spare arena is where it was allocated; if not, have other targets opened.
-
-        torch moves it where a user shares a view of it: see `arena.allocate`.
-        """
-        if self._arenas[self._spare].is_moved():
-            self._sink.renew_targets()
-            return False
-        return True
+    def begin(self) -> None:
+        if not self._arenas[self._spare].has_storage_alone():
+            self._arenas[self._spare].take_new_storage()
 
     def assign(self, destinations: Destinations) -> None:
         self._arenas[self._spare].assign(destinations, self._sink)
@@ -611,10 +591,12 @@ class _Arena:
     """Memory for all tensors, and the views of it at which the module's tensors can point."""
 
     def __init__(self, destinations: Destinations, sink: ModuleSink) -> None:
-        self.memory = destinations.in_arena(sink.device)
+        self._buffer = arena.allocate(destinations.nbytes, sink.device)
+        self._former: list[torch.Tensor] = []
+        self._uses_of_buffer = uses(self._buffer)
+        self.memory = destinations.in_arena(self._buffer)
         self.assign(destinations, sink)
-        self._own_uses = self._uses()
-        self._address = self._storage_address()
+        self._own = self._storage()
 
     def assign(self, destinations: Destinations, sink: ModuleSink) -> None:
         """Make views of the memory for the tensors of these destinations."""
@@ -628,19 +610,37 @@ class _Arena:
                 (self._plain if moves else self._other).append((tensor, view))
 
     def is_unused(self) -> bool:
-        """Whether nothing but this object uses the memory."""
-        return self._uses() == self._own_uses
+        """Whether nothing but this object uses the memory, through any storage."""
+        here = self._buffer.data_ptr()
+        self._former = [
+            buffer
+            for buffer in self._former
+            if buffer.data_ptr() == here and uses(buffer) > self._uses_of_buffer
+        ]
+        return not self._former and self.has_storage_alone()
 
-    def is_moved(self) -> bool:
-        """Whether torch has moved the memory to another address."""
-        return self._storage_address() != self._address
+    def has_storage_alone(self) -> bool:
+        """Whether nothing else has views of the storage, and torch has not moved it."""
+        return self._storage() == self._own
 
-    def _storage_address(self) -> int:
-        tensors = self.memory.tensors
-        return tensors[0].untyped_storage().data_ptr() if tensors else 0
+    def take_new_storage(self) -> None:
+        """Use the same memory through a storage of which nothing else has views.
 
-    def _uses(self) -> int:
-        return uses(self.memory.tensors[0]) if self.memory.tensors else 0
+        torch moves the storage of a tensor that a user shares, at any time, with all its views.
+        """
+        buffer = arena.with_new_storage(self._buffer)
+        if buffer is self._buffer:
+            return
+        self._former.append(self._buffer)
+        self._buffer = buffer
+        self.memory = replace(self.memory, tensors=[_view(buffer, t) for t in self.memory.tensors])
+        self._plain = [(tensor, _view(buffer, view)) for tensor, view in self._plain]
+        self._other = [(tensor, _view(buffer, view)) for tensor, view in self._other]
+        self._own = self._storage()
+
+    def _storage(self) -> tuple[int, int]:
+        """Return the address of the storage, and the number of its users."""
+        return self._buffer.data_ptr(), uses(self._buffer)
 
     def adopt_current(self) -> None:
         """Move the module's weights into this arena, except tensors that cannot move."""
@@ -659,6 +659,14 @@ class _Arena:
                 tensor.copy_(view)
 
 
+def _view(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """View the storage of `buffer` as `like` views that of another buffer."""
+    with torch.inference_mode(False):
+        view = torch.empty(0, dtype=like.dtype, device=buffer.device)
+        storage = buffer.untyped_storage()
+        return view.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
 class _CopyTarget(_StagedTarget):
     """One arena beside the model, copied over at commit."""
 
@@ -666,8 +674,8 @@ class _CopyTarget(_StagedTarget):
         self, sink: ModuleSink, generation: int, layout: StreamLayout, destinations: Destinations
     ) -> None:
         super().__init__(sink, generation, layout, destinations)
-        self._arena = destinations.in_arena(sink.device)
-        self.memory = self._arena
+        buffer = arena.allocate(destinations.nbytes, sink.device)
+        self.memory = self._arena = destinations.in_arena(buffer)
         self.peak_extra_nbytes = destinations.nbytes
         self.assign(destinations)
 
