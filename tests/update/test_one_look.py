@@ -279,6 +279,44 @@ def test_older_weights_may_be_shared_during_an_update(
 
 
 @pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_a_storage_that_a_user_keeps_may_be_shared_during_an_update(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = pair.served.weight.untyped_storage()
+    pair.send(3)
+    begin = _PointerTarget.begin
+
+    def begin_and_share(target: _PointerTarget) -> None:
+        begin(target)
+        kept.share_memory_()
+
+    monkeypatch.setattr(_PointerTarget, "begin", begin_and_share)
+    pair.send(4)
+    assert kept.is_shared()
+    assert not pair.served.weight.untyped_storage().is_shared()
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_memory_given_back_after_later_views_of_it_were_shared_is_not_written(pair: Pair) -> None:
+    first = {name: tensor.detach() for name, tensor in pair.served.state_dict().items()}
+    pair.send(3)
+    pair.send(4)  # the memory of `first`, through another storage
+    second = pair.served.state_dict()
+    pair.send(5)
+    second["weight"].share_memory_()
+    pair.send(6)
+    pair.send(7)
+    pair.served.load_state_dict(first, assign=True)
+    del first
+    before = values(pair.served)
+    fill(pair.model, 8)
+    with pair.sender.update() as update:
+        update.send(pair.model.state_dict().items())
+        assert values(pair.served) == before
+    assert values(pair.served) == {8}
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
 def test_older_weights_may_be_shared_before_tensors_are_copied(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -593,7 +594,7 @@ class _Arena:
     def __init__(self, destinations: Destinations, sink: ModuleSink) -> None:
         self._buffer = arena.allocate(destinations.nbytes, sink.device)
         self._former: list[torch.Tensor] = []
-        self._uses_of_buffer = uses(self._buffer)
+        self._users_of_buffer = _users(self._buffer)
         self.memory = destinations.in_arena(self._buffer)
         self.assign(destinations, sink)
         self._own = self._storage()
@@ -611,20 +612,20 @@ class _Arena:
 
     def is_unused(self) -> bool:
         """Whether nothing but this object uses the memory, through any storage."""
-        here = self._buffer.data_ptr()
+        address, _ = self._own
         self._former = [
             buffer
             for buffer in self._former
-            if buffer.data_ptr() == here and uses(buffer) > self._uses_of_buffer
+            if buffer.data_ptr() == address and _users(buffer) > self._users_of_buffer
         ]
         return not self._former and self.has_storage_alone()
 
     def has_storage_alone(self) -> bool:
-        """Whether nothing else has views of the storage, and torch has not moved it."""
+        """Whether nothing else has the storage or views of it, and torch has not moved it."""
         return self._storage() == self._own
 
     def take_new_storage(self) -> None:
-        """Use the same memory through a storage of which nothing else has views.
+        """Use the same memory through a storage that nothing else has.
 
         torch moves the storage of a tensor that a user shares, at any time, with all its views.
         """
@@ -640,7 +641,7 @@ class _Arena:
 
     def _storage(self) -> tuple[int, int]:
         """Return the address of the storage, and the number of its users."""
-        return self._buffer.data_ptr(), uses(self._buffer)
+        return self._buffer.data_ptr(), _users(self._buffer)
 
     def adopt_current(self) -> None:
         """Move the module's weights into this arena, except tensors that cannot move."""
@@ -657,6 +658,11 @@ class _Arena:
         with torch.no_grad():
             for tensor, view in self._other:
                 tensor.copy_(view)
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """Return `uses` and the number of references to the storage's Python object."""
+    return uses(tensor) + sys.getrefcount(tensor.untyped_storage())
 
 
 def _view(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
