@@ -130,8 +130,8 @@ def test_requests_in_flight_are_held_and_go_on(server: Server) -> None:
             change(model, seed=40 + reports)
             sender.send_weights()
             reports += 1
-        assert reports
         assert [len(future.result()[0]) for future in flying] == [LONG] * 4
+        assert reports
         served.assert_computes(model)
 
 
