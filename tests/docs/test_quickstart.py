@@ -156,7 +156,9 @@ def test_the_answer_says_which_version_made_it(page: Quickstart) -> None:
     )
     with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         (choice,) = json.load(response)["choices"]
-    assert choice["weight_versions"] == [{"version": 1, "start": 0, "stop": 4}]
+    (part,) = choice["weight_versions"]
+    assert (part["version"], part["start"]) == (1, 0)
+    assert 1 <= part["stop"] <= 4  # tokens are drawn, and one of them may be the end
 
 
 def test_the_trainer_prints_what_is_shown(

@@ -15,6 +15,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.update.uniform import fill, make, values
+from weightsync.backends.ipc.transfer import OpenedMemory
 from weightsync.weights import arena
 from weightsync.weights.module_sink import ModuleTensors, _PointerTarget, _StagedTarget
 from weightsync.wire import codec
@@ -375,16 +376,39 @@ def test_what_a_user_kept_costs_nothing_once_it_is_elsewhere(
 def test_older_weights_that_a_user_keeps_cost_no_memory(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[int] = []
+    """Nor are copies compiled again."""
+    made: list[object] = []
+    pair.send(3)
     monkeypatch.setattr(arena, "allocate", lambda nbytes, _: made.append(nbytes))
+    monkeypatch.setattr(OpenedMemory, "keep", lambda *found: made.append(found))
     addresses = set[int]()
-    for value in range(3, 9):
+    for value in range(4, 10):
         kept = pair.served.state_dict()
         pair.send(value)
         addresses.add(pair.served.weight.data_ptr())
         assert kept["weight"].data_ptr() != pair.served.weight.data_ptr()
     assert len(addresses) == 2
     assert not made
+
+
+def test_a_receiver_that_runs_in_inference_mode_leaves_no_inference_tensors() -> None:
+    """Parameters could not be trained or assigned any more."""
+    model, served = make(0), make(0)
+    receiver = ws.WeightReceiver(ws.ModuleSink(served, swap="pointer"), apply="staged")
+
+    def carry(message: Mapping[str, object]) -> dict[str, object]:
+        with torch.inference_mode():
+            return receiver.handle(message)
+
+    with ws.connect(model, to=carry) as sender:
+        for value in range(6):
+            fill(model, value)
+            sender.send_weights()
+            kept = served.state_dict()
+            assert not any(tensor.is_inference() for tensor in kept.values())
+        served.load_state_dict(kept, assign=True)
+        assert values(served) == {5}
+    receiver.close()
 
 
 def add_child(module: nn.Module) -> None:

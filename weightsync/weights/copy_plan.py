@@ -71,9 +71,13 @@ class Memory:
         """Whether every tensor is in host memory."""
         return all(tensor.device.type == "cpu" for tensor in self.tensors)
 
+    def use_views(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have other views of the same bytes. What was compiled for their addresses stays valid."""
+        object.__setattr__(self, "tensors", tensors)
+
     def forget(self) -> None:
         """Drop the tensors, so that the memory is freed though an error refers to this."""
-        object.__setattr__(self, "tensors", ())
+        self.use_views(())
 
 
 class Copy(NamedTuple):

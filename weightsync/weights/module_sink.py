@@ -6,7 +6,7 @@ import operator
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -604,7 +604,8 @@ class _Arena:
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
         for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True):
-            view = from_bytes(flat, destination.spec)
+            with torch.inference_mode(False):  # else parameters become inference tensors for good
+                view = from_bytes(flat, destination.spec)
             for tensor in destination.targets:
                 moves = sink.moves(tensor, destination.spec) and tensor.device == view.device
                 moves = moves and sink.swap == "pointer"
@@ -634,9 +635,10 @@ class _Arena:
             return
         self._former.append(self._buffer)
         self._buffer = buffer
-        self.memory = replace(self.memory, tensors=[_view(buffer, t) for t in self.memory.tensors])
-        self._plain = [(tensor, _view(buffer, view)) for tensor, view in self._plain]
-        self._other = [(tensor, _view(buffer, view)) for tensor, view in self._other]
+        self.memory.use_views(_views(buffer, self.memory.tensors))
+        for pairs in (self._plain, self._other):
+            views = _views(buffer, [view for _, view in pairs])
+            pairs[:] = [(tensor, view) for (tensor, _), view in zip(pairs, views, strict=True)]
         self._own = self._storage()
 
     def _storage(self) -> tuple[int, int]:
@@ -665,12 +667,16 @@ def _users(tensor: torch.Tensor) -> int:
     return uses(tensor) + sys.getrefcount(tensor.untyped_storage())
 
 
-def _view(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View the storage of `buffer` as `like` views that of another buffer."""
+def _views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View the storage of `buffer` as these tensors view another one."""
+    storage = buffer.untyped_storage()
     with torch.inference_mode(False):
-        view = torch.empty(0, dtype=like.dtype, device=buffer.device)
-        storage = buffer.untyped_storage()
-        return view.set_(storage, like.storage_offset(), like.shape, like.stride())
+        return [
+            torch.empty(0, dtype=t.dtype, device=t.device).set_(
+                storage, t.storage_offset(), t.shape, t.stride()
+            )
+            for t in like
+        ]
 
 
 class _CopyTarget(_StagedTarget):
