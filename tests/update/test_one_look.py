@@ -279,12 +279,9 @@ def test_older_weights_may_be_shared_during_an_update(
     pair.send(6)
 
 
-@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
-def test_a_storage_that_a_user_keeps_may_be_shared_during_an_update(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+def share_when_begun(
+    kept: torch.Tensor | torch.UntypedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = pair.served.weight.untyped_storage()
-    pair.send(3)
     begin = _PointerTarget.begin
 
     def begin_and_share(target: _PointerTarget) -> None:
@@ -292,6 +289,15 @@ def test_a_storage_that_a_user_keeps_may_be_shared_during_an_update(
         kept.share_memory_()
 
     monkeypatch.setattr(_PointerTarget, "begin", begin_and_share)
+
+
+@pytest.mark.parametrize("pair", ["pointer"], indirect=True)
+def test_a_storage_that_a_user_keeps_may_be_shared_during_an_update(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = pair.served.weight.untyped_storage()
+    pair.send(3)
+    share_when_begun(kept, monkeypatch)
     pair.send(4)
     assert kept.is_shared()
     assert not pair.served.weight.untyped_storage().is_shared()
@@ -327,13 +333,7 @@ def test_older_weights_may_be_shared_before_tensors_are_copied(
     pair.send(4)  # opens a target
     kept = pair.served.state_dict()["bias"]
     pair.send(5)
-    begin = _PointerTarget.begin
-
-    def begin_and_share(target: _PointerTarget) -> None:
-        begin(target)
-        kept.share_memory_()
-
-    monkeypatch.setattr(_PointerTarget, "begin", begin_and_share)
+    share_when_begun(kept, monkeypatch)
     pair.send(6)
 
 

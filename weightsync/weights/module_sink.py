@@ -603,9 +603,9 @@ class _Arena:
         """Make views of the memory for the tensors of these destinations."""
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._other: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for destination, flat in zip(destinations.tensors, self.memory.tensors, strict=True):
-            with torch.inference_mode(False):  # else parameters become inference tensors for good
-                view = from_bytes(flat, destination.spec)
+        with torch.inference_mode(False):  # else parameters become inference tensors for good
+            views = list(map(from_bytes, self.memory.tensors, destinations.specs))
+        for destination, view in zip(destinations.tensors, views, strict=True):
             for tensor in destination.targets:
                 moves = sink.moves(tensor, destination.spec) and tensor.device == view.device
                 moves = moves and sink.swap == "pointer"
