@@ -8,7 +8,7 @@ import pytest
 
 import weightsync as ws
 from tests.protocol.trainers import Death, Offering, Trainer
-from tests.protocol.world import SHORT_S, Apply, World
+from tests.protocol.world import PATIENT_S, SHORT_S, Apply, World
 from weightsync.testing.fleet import FleetMember
 from weightsync.wire.messages import InitRequest, ShutdownRequest, StartRequest, UpdateRequest
 
@@ -20,7 +20,7 @@ def connected(applies: list[Apply], *, packed: bool) -> tuple[World, Trainer, ws
     world = World(applies)
     trainer = Trainer(world, packed=packed, drops=False)
     world.trainers.append(trainer)
-    trainer.connect(SHORT_S)
+    trainer.connect(PATIENT_S)
     assert trainer.sender is not None
     return world, trainer, trainer.sender
 
@@ -50,7 +50,7 @@ def test_an_update_that_was_only_started_is_known_to_be_a_dead_senders() -> None
     world = World(["staged", "in_place"])
     dying = Trainer(world, packed=True, drops=False)
     world.trainers.append(dying)
-    dying.connect(SHORT_S)
+    dying.connect(PATIENT_S)
     dying.fill()
     dying.arm(Death(2, acted=True))
     assert dying.sender is not None
@@ -69,7 +69,7 @@ def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death)
     staying, dying = [Trainer(world, packed=True, drops=False) for _ in range(2)]
     for trainer in (staying, dying):
         world.trainers.append(trainer)
-        trainer.connect(SHORT_S)
+        trainer.connect(PATIENT_S)
         trainer.note_segments()
         trainer.fill()
     dying.arm(death)
@@ -91,7 +91,7 @@ def test_one_that_rolls_forward_alone_is_freed_from_a_dead_sender_as_well() -> N
     staying, dying = [Trainer(world, packed=packed, drops=False) for packed in (False, True)]
     for trainer in (dying, staying):
         world.trainers.append(trainer)
-        trainer.connect(SHORT_S)
+        trainer.connect(PATIENT_S)
         trainer.note_segments()
         assert trainer.sender is not None
         if trainer is dying:
@@ -199,7 +199,7 @@ def test_a_start_that_came_late_does_not_outlive_its_dead_sender_whom_others_com
     assert (before[0].state, before[0].update_id) == ("UPDATING", before[1].last_finished)
     following = Trainer(world, packed=True, drops=False)
     world.trainers.append(following)
-    following.connect(SHORT_S)
+    following.connect(PATIENT_S)
     following.note_segments()
     world.check_taken_over(before)
     the_next_update_reaches_all(world, following)
@@ -222,7 +222,7 @@ def test_one_whose_new_offer_was_refused_leaves_no_update_for_ever(anew: str) ->
     world = World(["staged"])
     dying = Trainer(world, packed=True, drops=False)
     world.trainers.append(dying)
-    dying.connect(SHORT_S)
+    dying.connect(PATIENT_S)
     dying.fill()
     dying.arm(Death(2, acted=False))
     assert dying.sender is not None
