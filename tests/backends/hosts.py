@@ -257,11 +257,11 @@ class Party:
         deadline = time.monotonic() + stop_after_s
 
         def check() -> None:
+            chain.check()  # first, since receivers may answer before that its error aborted them
             with lock:
                 over = bool(failed) or time.monotonic() > deadline
             if over:
                 raise ws.TransferError("a receiver failed, or the sender changed its mind")
-            chain.check()
 
         feed = _Watched(self.engine, on_chunk, on_data)
         asked: list[Future[None]] = []

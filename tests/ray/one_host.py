@@ -33,18 +33,26 @@ WAIT_S = 60.0
 pytestmark = pytest.mark.usefixtures("node")
 
 
+START_S = 240.0
+"""Two workers import torch, on a busy machine."""
+
+
 @pytest.fixture(scope="module")
 def rollouts(node: None) -> list[Any]:
-    return [actors.Rollout.remote(seed=seed) for seed in (1, 2)]
+    made = [actors.Rollout.remote(seed=seed) for seed in (1, 2)]
+    held(made, START_S)
+    return made
 
 
 @pytest.fixture(scope="module")
 def pair(node: None) -> list[Any]:
-    return [actors.Rollout.remote("plain", seed) for seed in (1, 2)]
+    made = [actors.Rollout.remote("plain", seed) for seed in (1, 2)]
+    held(made, START_S)
+    return made
 
 
-def held(handles: list[Any]) -> list[Any]:
-    return [ray.get(handle.held.remote(), timeout=WAIT_S) for handle in handles]
+def held(handles: list[Any], timeout_s: float = WAIT_S) -> list[Any]:
+    return [ray.get(handle.held.remote(), timeout=timeout_s) for handle in handles]
 
 
 @pytest.mark.parametrize("packed", [False, True])
