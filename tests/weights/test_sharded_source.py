@@ -7,16 +7,25 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.crew import Crew, crew
 from tests.weights import trainer_models
 from tests.weights.trainer_models import MODELS, fsdp, is_unsharded, plain
 from weightsync.errors import ManifestMismatchError
 from weightsync.weights import shards
-from weightsync.weights.source import ModuleSource, WeightSource, as_source, checked, groups_of
+from weightsync.weights.source import (
+    ModuleSource,
+    WeightSource,
+    as_source,
+    checked,
+    find_ties,
+    groups_of,
+)
 
 TOKENS = torch.arange(6).view(2, 3)
 
@@ -245,6 +254,20 @@ def other_sources(_: int) -> dict[str, list[str]]:
 def test_state_dicts_callables_and_ddp(two_ranks: Crew) -> None:
     for found in two_ranks.run(other_sources):
         assert [what for what, wrong in found.items() if wrong] == []
+
+
+def ties(_: int) -> dict[str, str]:
+    """Tensors of one row each: all of them are empty on the second rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = {
+        f"row{i}": distribute_tensor(torch.full((1, 3), float(i)), mesh, [Shard(0)])
+        for i in range(50)
+    }
+    return find_ties({**rows, "again": rows["row7"].detach()}.items())
+
+
+def test_ranks_with_empty_shards_find_the_same_ties(two_ranks: Crew) -> None:
+    assert two_ranks.run(ties) == [{"again": "row7"}] * 2
 
 
 def changes(_: int) -> list[str]:

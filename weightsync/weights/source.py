@@ -17,7 +17,7 @@ from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, dtype_name, spec_of
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
-from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_sharded
+from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_sharded, local_of
 
 
 def groups_of(manifest: Manifest) -> list[range]:
@@ -412,8 +412,12 @@ def _memory(tensor: torch.Tensor) -> object:
     if not is_sharded(tensor):
         return identity(tensor)
     shard = cast("Any", tensor)
-    local = identity(shard.to_local())
-    return local, tensor.shape, shard.placements, shard.device_mesh
+    local = local_of(tensor)
+    if type(local) not in _PLAIN:
+        return id(local)
+    # The storage, not its address: a rank whose shards are empty must find the ties of the others.
+    where = local.untyped_storage()._cdata, local.storage_offset(), local.dtype, local.stride()
+    return *where, tensor.shape, shard.placements, shard.device_mesh
 
 
 def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
