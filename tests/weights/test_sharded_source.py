@@ -257,13 +257,18 @@ def test_state_dicts_callables_and_ddp(two_ranks: Crew) -> None:
 
 
 def ties(_: int) -> dict[str, str]:
-    """Tensors of one row each: all of them are empty on the second rank."""
+    """Tensors of one row each, empty on the second rank, and two views of one storage."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = {
         f"row{i}": distribute_tensor(torch.full((1, 3), float(i)), mesh, [Shard(0)])
         for i in range(50)
     }
-    return find_ties({**rows, "again": rows["row7"].detach()}.items())
+    flat = torch.arange(6.0)
+    views = {
+        f"view{i}": DTensor.from_local(flat[3 * i : 3 * i + 3].view(1, 3), mesh, [Shard(0)])
+        for i in range(2)
+    }
+    return find_ties({**rows, **views, "again": rows["row7"].detach()}.items())
 
 
 def test_ranks_with_empty_shards_find_the_same_ties(two_ranks: Crew) -> None:
