@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -31,13 +32,13 @@ class Replay:
         """
         tokens: list[int] = []
         margins: list[float] = []
-        inputs, cache, loaded = torch.tensor([list(prompt)]), None, None
+        inputs, cache, loaded = torch.tensor([list(prompt)]), DynamicCache(), None
         for version in versions:
             if version != loaded:
                 self._model.load_state_dict(self._weights[version])
                 loaded = version
-            output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            # By position, since transformers 5.24 has another name for the cache.
+            output = self._model(inputs, None, None, cache, use_cache=True)
             best = output.logits[0, -1].topk(2)
             tokens.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))

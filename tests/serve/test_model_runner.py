@@ -77,6 +77,35 @@ def test_prompts_of_all_lengths_say_together_what_each_says_alone(kind: str) -> 
     assert list(core.said.values()) == [expected(kind, i) for i in range(len(PROMPTS))]
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_is_passed_by_the_name_of_either_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    wanted = expected("llama", 2)
+    forward = model.forward
+
+    def of_5_24(
+        input_ids: Any, attention_mask: Any, position_ids: Any, cache: Any, use_cache: bool
+    ) -> Any:
+        return forward(input_ids, attention_mask, position_ids, cache, use_cache=use_cache)
+
+    def of_5_23(
+        input_ids: Any,
+        attention_mask: Any,
+        position_ids: Any,
+        past_key_values: Any,
+        use_cache: bool,
+    ) -> Any:
+        return of_5_24(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+
+    monkeypatch.setattr(model, "forward", of_5_24 if name == "cache" else of_5_23)
+    core = stepping()
+    core.start(core.new(PROMPTS[2]))
+    core.go_on(LONGEST - 1)
+    assert core.said[0] == wanted
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
@@ -258,10 +287,11 @@ def test_the_cache_of_old_weights_is_kept_over_an_update() -> None:
     live.load_state_dict(other.state_dict())
     core.go_on(4)
     old = make_tiny_model().model
-    ids, cache, wanted = torch.tensor([PROMPTS[1]]), None, []
+    ids, cache, wanted = torch.tensor([PROMPTS[1]]), hf.DynamicCache(), []
     for step in range(8):
-        output = (old if step < 4 else other)(ids, past_key_values=cache, use_cache=True)
-        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(dim=-1)
+        # By position, since transformers 5.24 has another name for the cache.
+        output = (old if step < 4 else other)(ids, None, None, cache, use_cache=True)
+        ids = output.logits[:, -1:].argmax(dim=-1)
         wanted.append(int(ids))
     assert core.said[0] == wanted != expected("llama", 1)[:8]
 

@@ -21,8 +21,16 @@ from weightsync.serve.sampling import TokenSampler
 
 _CACHED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _NO_CACHE = "dummy"
-_NEEDED_ARGUMENTS = {"input_ids", "attention_mask", "past_key_values"}
-_OWN_ARGUMENTS = {*_NEEDED_ARGUMENTS, "position_ids", "inputs_embeds", "use_cache", "labels"}
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before it
+_NEEDED_ARGUMENTS = {"input_ids", "attention_mask"}
+_OWN_ARGUMENTS = {
+    *_NEEDED_ARGUMENTS,
+    *_CACHE_ARGUMENTS,
+    "position_ids",
+    "inputs_embeds",
+    "use_cache",
+    "labels",
+}
 
 
 class InputsRejectedError(ConfigError):
@@ -39,6 +47,7 @@ class CausalModel:
         self.model = model
         self._config = model.config.get_text_config(decoder=True)
         self._arguments = set(inspect.signature(model.forward).parameters)
+        self._cache_argument = next(filter(self._arguments.__contains__, _CACHE_ARGUMENTS), "")
         self._layer_types = self._check_layers()
         self._optional = {"logits_to_keep": 1} if "logits_to_keep" in self._arguments else {}
 
@@ -87,7 +96,7 @@ class CausalModel:
         fitted = {name: self._fit(tensor) for name, tensor in (inputs or {}).items()}
         if "position_ids" in self._arguments:
             fitted["position_ids"] = positions
-        arguments = {**self._optional, **fitted, "past_key_values": cache, "use_cache": True}
+        arguments = {**self._optional, **fitted, self._cache_argument: cache, "use_cache": True}
         try:
             output = self.model(input_ids=tokens, attention_mask=mask, **arguments)
         except (ValueError, TypeError, IndexError, RuntimeError) as exc:
@@ -105,8 +114,8 @@ class CausalModel:
 
     def _check_layers(self) -> list[str]:
         architecture = type(self.model).__name__
-        missing = _NEEDED_ARGUMENTS - self._arguments
-        if missing or self.model.config.is_encoder_decoder:
+        is_causal = self._cache_argument and self._arguments >= _NEEDED_ARGUMENTS
+        if not is_causal or self.model.config.is_encoder_decoder:
             raise ConfigError(
                 f"{architecture} is not a causal language model with an attention cache; serve a "
                 "decoder-only model"
