@@ -268,6 +268,26 @@ def test_a_goodbye_that_comes_late_beside_a_session_does_not_end_the_next_update
         the_next_update_reaches_all(world, trainer)
 
 
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_an_init_that_comes_again_after_a_rewind_holds_nobody(apply: Apply) -> None:
+    """It still says that the fleet holds the newer version, which the rewind has left."""
+    world, trainer, sender = connected([apply, "staged"], packed=False)
+    for _ in range(3):
+        trainer.fill()
+        sender.send_weights()
+    sender.release()
+    trainer.fill()
+    assert sender.send_weights().version == 4
+    assert {offer.fleet_version for offer in trainer.offers.values()} == {3}
+    trainer.fill()
+    sender.send_weights(2, rewind=True)
+    for member in world.fleet:
+        world.offer_again(member, trainer, Offering.THE_SAME)
+        world.holds(member, 2, trainer.contents)
+        assert member.receiver.status().state == "READY"
+    the_next_update_reaches_all(world, trainer)
+
+
 @pytest.mark.parametrize(("apply", "left"), [("staged", "READY"), ("in_place", "TORN")])
 def test_a_lease_of_the_model_runs_out(apply: Apply, left: str) -> None:
     """The model itself is tested: its leases once ran out without an effect."""

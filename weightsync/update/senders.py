@@ -280,13 +280,14 @@ def check_protocol(info: InitInfo, protocol: int) -> None:
 
 @dataclass(slots=True)
 class _FleetClaim:
-    """The fleet version that a sender claimed at init.
+    """The fleet version that a sender claimed at the init with this generation.
 
     `during`: claimed since the last update began. `withdrawn`: the sender will init again.
     `lost_at`: the time, of `time.monotonic()`, at which its engine was lost without a shutdown.
     """
 
     version: int
+    generation: int
     during: bool = True
     withdrawn: bool = False
     lost_at: float | None = None
@@ -307,10 +308,16 @@ class FleetClaims:
         self._grace_s = grace_s
         self._claims: dict[str, _FleetClaim] = {}
 
-    def joined(self, sender: str, fleet_version: int) -> None:
-        """Record a sender's claim of its fleet's version."""
-        self._claims.pop(sender, None)
-        self._claims[sender] = _FleetClaim(fleet_version)
+    def joined(self, sender: str, fleet_version: int, *, generation: int = 0) -> None:
+        """Record a sender's claim of its fleet's version.
+
+        A repeated message, of the same `generation` (0: not known), claims nothing anew: a rewind
+        may have been committed since then.
+        """
+        known = self._claims.pop(sender, None)
+        if known is None or not generation or known.generation != generation:
+            known = _FleetClaim(fleet_version, generation)
+        self._claims[sender] = known
         while len(self._claims) > _KEPT_CLAIMS:
             del self._claims[next(iter(self._claims))]
         self._evaluate()

@@ -175,7 +175,7 @@ class ReceiverSession:
                 raise
             if info.fleet_version is not None:
                 with self.lock:
-                    self._claims.joined(info.sender, info.fleet_version)
+                    self._claims.joined(info.sender, info.fleet_version, generation=info.generation)
 
     def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
         """Close the engine of a sender (None: of every sender).
