@@ -407,6 +407,26 @@ def test_a_plugin_that_cannot_be_made_leaves_the_others_working(
         assert sender.send_weights().path == "shared_memory"
 
 
+@pytest.mark.parametrize("name", ["3fs", "my backend", "ends"])
+def test_a_plugin_with_a_wrong_name_or_that_exits_leaves_the_others_working(
+    name: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Point:
+        value = "broken:Plugin"
+
+        def load(self) -> Any:
+            raise SystemExit(3)
+
+    points = {**registry._entry_points(), name: Point()}
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    unusable = pair.receiver.status().unusable_backends
+    assert unusable == ({name: f"backend {name!r} cannot be imported: 3"} if name == "ends" else {})
+    with pair.connect("auto") as sender:
+        assert sender.send_weights().path == "shared_memory"
+    with pytest.raises(ws.BackendUnavailableError, match=f"{name}.*cannot be imported"):
+        pair.connect(name)
+
+
 def test_a_payload_by_reader_has_one_for_each_reader(pair: Pair) -> None:
     class Sender(ShelfSender):
         def begin(self, readers: Any, *, verify: bool, source: Any) -> Any:

@@ -355,6 +355,9 @@ def test_models_without_an_attention_cache_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="layers of kind linear_attention"):
         ModelRunner(hf.Qwen3NextForCausalLM(hybrid))
+    xlm = hf.XLMConfig(vocab_size=9, emb_dim=8, n_layers=1, n_heads=2)  # its own kind of cache
+    with pytest.raises(ConfigError, match="XLMWithLMHeadModel is not a causal language model"):
+        ModelRunner(hf.XLMWithLMHeadModel(xlm))
     t5 = hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     with pytest.raises(
         ConfigError, match="T5ForConditionalGeneration is not a causal language model"

@@ -26,6 +26,7 @@ GROUP = "weightsync.backends"
 
 _NAME = r"[A-Za-z_][\w.-]{0,63}"
 """As in messages: weightsync.wire.offers.BackendName."""
+_NAME_RULE = "a name begins with a letter or _, and has letters, digits, and _.-"
 
 BackendChoice = str | Backend | Sequence[str | Backend]
 
@@ -71,7 +72,7 @@ def get_backend(name: str) -> Backend:
         made = _checked(entry.load(), f"the entry point {entry.value}")
     except ConfigError:
         raise
-    except Exception as exc:  # foreign code, and a native library can fail in any way
+    except (Exception, SystemExit) as exc:  # foreign code, and a native library can fail anyhow
         raise BackendUnavailableError(f"backend {name!r} cannot be imported: {exc}") from exc
     if made.name != name:
         raise ConfigError(f"the entry point {entry.value} is called {name!r}, its name {made.name}")
@@ -144,6 +145,9 @@ def _usable() -> tuple[list[Backend], dict[str, str]]:
     usable: list[Backend] = []
     reasons: dict[str, str] = {}
     for name in backend_names():
+        if not re.fullmatch(_NAME, name):  # no message can carry it, not even as a reason
+            logger.warning("backend %r is left out: %s", name, _NAME_RULE)
+            continue
         try:
             usable.append(get_backend(name))
         except (BackendUnavailableError, ConfigError) as exc:
@@ -169,9 +173,7 @@ def _checked(backend: Any, where: str) -> Backend:
 def check_name(name: object, what: str) -> None:
     """Raise ConfigError for a name of a backend or a path that no message can carry."""
     if not isinstance(name, str) or not re.fullmatch(_NAME, name):
-        raise ConfigError(
-            f"{what} is {name!r}; a name begins with a letter, and has letters, digits, and _.- "
-        )
+        raise ConfigError(f"{what} is {name!r}; {_NAME_RULE}")
 
 
 @cache

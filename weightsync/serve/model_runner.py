@@ -21,16 +21,9 @@ from weightsync.serve.sampling import TokenSampler
 
 _CACHED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _NO_CACHE = "dummy"
-_CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before it
+_CACHE_ARGUMENTS = ("past_key_values", "cache")  # before transformers 5.24, and since then
 _NEEDED_ARGUMENTS = {"input_ids", "attention_mask"}
-_OWN_ARGUMENTS = {
-    *_NEEDED_ARGUMENTS,
-    *_CACHE_ARGUMENTS,
-    "position_ids",
-    "inputs_embeds",
-    "use_cache",
-    "labels",
-}
+_OWN_ARGUMENTS = {*_NEEDED_ARGUMENTS, *_CACHE_ARGUMENTS, "position_ids", "inputs_embeds", "labels"}
 
 
 class InputsRejectedError(ConfigError):
@@ -46,8 +39,12 @@ class CausalModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._config = model.config.get_text_config(decoder=True)
-        self._arguments = set(inspect.signature(model.forward).parameters)
-        self._cache_argument = next(filter(self._arguments.__contains__, _CACHE_ARGUMENTS), "")
+        parameters = inspect.signature(model.forward).parameters
+        self._arguments = set(parameters)
+        caches = [name for name in _CACHE_ARGUMENTS if name in parameters]
+        if caches and "dict" in str(parameters[caches[0]]):  # XLM: a dict of its own
+            caches = []
+        self._cache_argument = caches[0] if caches else ""
         self._layer_types = self._check_layers()
         self._optional = {"logits_to_keep": 1} if "logits_to_keep" in self._arguments else {}
 
