@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weightsync.backends.base import Backend, TransferOptions
-from weightsync.backends.registry import BackendChoice, choose_backends
+from weightsync.backends.registry import BackendChoice, adjusted, choose_backends
 from weightsync.errors import ConfigError, ProtocolError, SenderReplacedError, WeightSyncError
 from weightsync.observe import ProgressObserver, Shown, TracePath, progress_callback
 from weightsync.ranks.comm import join_ranks
@@ -124,7 +124,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         timeout_s=timeout_s,
     )
     if len(backends) == 1:
-        streams = backends[0].adjust(options).packed
+        streams = adjusted(backends[0], options).packed
         if packed is False and streams:
             name = backends[0].name
             raise ConfigError(f"the {name} backend streams: leave packed out, or set it to True")

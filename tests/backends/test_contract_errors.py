@@ -183,7 +183,7 @@ def test_a_receiver_engine_of_another_type(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("yielded", "message"),
     [
-        (iter([Round(messages={})]), r"handshake\(\) returned a list_iterator, not a generator"),
+        (iter([Round(messages={})]), r"handshake\(\) returned a list_iterator, not a Generator"),
         ((step for step in [{0: None}]), r"handshake\(\) yielded a dict, not a Round"),
         ((step for step in [Round(messages={0: object()})]), r"handshake\(\) .* nor plain data"),
         ((step for step in list[Any]()), r"handshake\(\) sent WeightReceiver.handle nothing"),
@@ -219,7 +219,104 @@ def test_a_payload_that_is_no_plain_data(pair: Pair) -> None:
     assert pair.receiver.status().state == "READY"
 
 
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+def returns(value: Any) -> Any:
+    return lambda *_, **__: value
+
+
+def reaches(**fields: Any) -> Any:
+    return lambda *_: Reach("shelf", **fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "message"),
+    [
+        ("reach", returns([]), r"'shelf': reach\(\) returned \[\], not a Reach"),
+        ("reach", reaches(cost="1"), r"reach\(\) failed: .* no number"),
+        ("reach", reaches(cost=float("nan")), r"reach\(\) failed: .* no number"),
+        ("reach", reaches(why_not=None), r"reach\(\) failed: .*Reach.why_not is a NoneType"),
+        ("adjust", returns(None), r"'shelf': adjust\(\) returned a NoneType, not a TransferOpt"),
+        ("adjust", fail, r"'shelf': adjust\(\) failed: RuntimeError: planted"),
+        ("trainer_engine", lambda _: 0, r"'shelf': trainer_engine\(\) failed: TypeError"),
+        ("trainer_engine", fail, r"'shelf': trainer_engine\(\) failed: RuntimeError: planted"),
+        ("receiver_engine", fail, r"'shelf': receiver_engine\(\) failed: RuntimeError: planted"),
+    ],
+)
+def test_a_backend_that_breaks_the_contract_is_told_the_method(
+    pair: Pair, method: str, does: Any, message: str
+) -> None:
+    ws.register_backend(type("Broken", (Shelf,), {method: does}))
+    with pytest.raises((ws.ConfigError, ws.BackendUnavailableError), match=message):
+        pair.connect()
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("max_readers", "3", r"'shelf': max_readers is a str, not a int \| None"),
+        ("requires", ["ipc"], "'shelf': requires is a list, not a Mapping"),
+        ("__init__", fail, r"Broken\(\) failed: RuntimeError: planted"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_is_not_registered(
+    attribute: str, value: Any, message: str
+) -> None:
+    broken = type("Broken", (Shelf,), {attribute: value})
+    with pytest.raises((ws.ConfigError, ws.BackendUnavailableError), match=message):
+        ws.register_backend(broken)
+    assert "shelf" not in registry.backend_names()
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "message"),
+    [
+        ("extra_nbytes", None, r"Broken\.extra_nbytes is a NoneType, not a int"),
+        ("written_nbytes", "9", r"Broken\.written_nbytes is a str, not a int"),
+        ("table_digest", 9, r"Broken\.table_digest is a int, not a str \| None"),
+        ("end", fail, r"Broken\.end\(\) failed: RuntimeError: planted"),
+        ("close", fail, r"Broken\.close\(\) failed: RuntimeError: planted"),
+    ],
+)
+def test_a_trainer_engine_that_breaks_the_contract_is_told_the_method(
+    pair: Pair, method: str, does: Any, message: str
+) -> None:
+    broken = type("Broken", (ShelfSender,), {method: does})
+    ws.register_backend(type("Other", (Shelf,), {"sender": broken}))
+    with pytest.raises(ws.WeightSyncError, match=message), pair.connect() as sender:
+        sender.send_weights()
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("init_transfer_engine", r"Broken.init_transfer_engine\(\) failed: RuntimeError: planted"),
+        ("init_reply", r"Broken.init_reply\(\) failed: RuntimeError: planted"),
+        ("sender_alive", r"Broken.sender_alive\(\) failed: RuntimeError: planted"),
+    ],
+)
+def test_a_receiver_engine_that_fails_in_init_is_told_the_method(
+    pair: Pair, method: str, message: str
+) -> None:
+    broken = type("Broken", (ShelfReceiver,), {method: fail})
+    ws.register_backend(type("Other", (Shelf,), {"receiver": broken}))
+    with pytest.raises(ws.BackendUnavailableError, match=message):
+        pair.connect()
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
 FOREIGN = Received(Manifest((TensorSpec("another", "float32", (2,)),)))
+SURE = Received(Manifest(()), verified="weird")  # type: ignore[arg-type]  # what is tested
 
 
 @pytest.mark.parametrize(
@@ -227,6 +324,7 @@ FOREIGN = Received(Manifest((TensorSpec("another", "float32", (2,)),)))
     [
         (None, r"Broken.receive_weights\(\) returned a NoneType, not a Received"),
         (FOREIGN, r"Broken.receive_weights\(\) reports 8 bytes .* no load target"),
+        (SURE, r"Broken.receive_weights\(\) returned verified='weird', not one of none, "),
     ],
 )
 def test_a_result_of_something_else(pair: Pair, returned: Any, message: str) -> None:
@@ -239,7 +337,7 @@ def test_a_result_of_something_else(pair: Pair, returned: Any, message: str) -> 
         receiver = Broken
 
     ws.register_backend(Backend)
-    with pair.connect() as sender, pytest.raises(ws.ProtocolError, match=message):
+    with pair.connect() as sender, pytest.raises(ws.ConfigError, match=message):
         sender.send_weights()
     assert pair.value == 0
     with pair.connect("ipc") as sender:
@@ -264,10 +362,6 @@ def test_an_init_that_fails_is_shut_down(pair: Pair) -> None:
     assert pair.receiver.status().senders == {}
 
 
-def fail(*_: Any) -> Any:
-    raise RuntimeError("planted")
-
-
 @pytest.mark.parametrize(
     ("method", "does", "reason"),
     [
@@ -289,13 +383,48 @@ def test_an_installed_backend_that_fails_is_passed_over(
     assert reason in str(caught.value)
 
 
-def test_a_sender_that_cannot_be_looked_at_is_forgotten(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("digest", "result", "message"),
+    [
+        ("0", ("none", 0), r"Broken.receive_weights\(\) verified nothing"),
+        ("0", ("held", 0), r"Broken.receive_weights\(\) returned no fingerprints"),
+        (None, ("held", 1), r"'shelf': table_digest is None after a verified transfer"),
+    ],
+)
+def test_a_verified_update_that_was_not_verified(
+    pair: Pair, digest: str | None, result: tuple[Any, int], message: str
 ) -> None:
+    class Broken(ShelfReceiver):
+        def receive_weights(self, update_info: Any, context: Any) -> Any:
+            manifest = super().receive_weights(update_info, context).manifest
+            level, each = result
+            return Received(manifest, [7] * (each * len(manifest.specs)), level)
+
     class Backend(Shelf):
-        receiver = type("Broken", (ShelfReceiver,), {"sender_alive": fail})
+        sender = type("Other", (ShelfSender,), {"table_digest": digest})
+        receiver = Broken
 
     ws.register_backend(Backend)
+    with (
+        ws.connect(model(1), to=pair.receiver.handle, backend="shelf", timeout_s=5) as sender,
+        pytest.raises(ws.ConfigError, match=message),
+    ):
+        sender.send_weights()
+    assert pair.value == 0
+    assert pair.receiver.status().state == "READY"
+
+
+def test_a_sender_that_cannot_be_looked_at_later_is_forgotten(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(ShelfReceiver):
+        looks = 0
+
+        def sender_alive(self) -> bool | None:
+            self.looks += 1
+            return True if self.looks == 1 else fail()
+
+    ws.register_backend(type("Other", (Shelf,), {"receiver": Broken}))
     with pytest.raises(ws.UnknownSenderError):
         pair.connect()
     assert "Broken.sender_alive() failed" in caplog.text

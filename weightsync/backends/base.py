@@ -8,7 +8,8 @@ of this module and no others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -16,7 +17,7 @@ import msgspec
 import torch
 
 from weightsync.cuda.events import wait_for
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ConfigError, ProtocolError, TransferError, WeightSyncError
 from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes
 from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory, UnitCompiler
@@ -99,6 +100,12 @@ class Reach:
     path: str
     cost: float = 100.0
     why_not: str = ""
+
+    def __post_init__(self) -> None:
+        cost: Any = self.cost
+        if not (isinstance(cost, int | float) and cost >= 0):  # no NaN either
+            raise ConfigError(f"the cost of {self} is no number that is at least 0")
+        expect(self.why_not, str, "Reach.why_not is")
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
@@ -507,3 +514,25 @@ def check_plain(data: Any, method: str) -> None:
         msgspec.to_builtins(data)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ConfigError(f"{method} returned neither a Struct nor plain data: {exc}") from exc
+
+
+def expect(value: Any, kind: Any, what: str, error: type[WeightSyncError] = ConfigError) -> Any:
+    """Return `value` if it is of the type `kind`. Otherwise raises `error`.
+
+    `what` begins the message, and names the method: "begin() returned".
+    """
+    if not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", kind)
+        raise error(f"{what} a {type(value).__name__}, not a {wanted}")
+    return value
+
+
+@contextmanager
+def naming(method: str, error: type[WeightSyncError] = TransferError) -> Iterator[None]:
+    """Raise `error`, which names `method`, for what a call of it raises beyond the contract."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except Exception as exc:
+        raise error(f"{method} failed: {type(exc).__name__}: {exc}") from exc

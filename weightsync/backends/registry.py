@@ -9,14 +9,14 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import msgspec
 import torch
 
-from weightsync.backends.base import Backend
+from weightsync.backends.base import Backend, TransferOptions, expect, naming
 from weightsync.errors import BackendUnavailableError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,15 @@ def choose_backends(choice: BackendChoice) -> tuple[list[Backend], dict[str, str
     return [_one(choice)], {}
 
 
+def adjusted(backend: Backend, options: TransferOptions) -> TransferOptions:
+    """Return a backend's options. Raises its ConfigError, and one that names what it returned."""
+    with naming(f"backend {backend.name!r}: adjust()", ConfigError):
+        made: TransferOptions = expect(
+            backend.adjust(options), TransferOptions, f"backend {backend.name!r}: adjust() returned"
+        )
+    return made
+
+
 def endpoints(
     backends: Iterable[Backend], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -162,11 +171,14 @@ def _checked(backend: Any, where: str) -> Backend:
         missing = sorted(getattr(backend, "__abstractmethods__", ()))
         if missing:
             raise ConfigError(f"the backend {backend.__name__} lacks {', '.join(missing)}()")
-        made = backend()
+        with naming(f"{backend.__name__}()", BackendUnavailableError):
+            made = backend()
     if not isinstance(made, Backend):
         seen = made.__name__ if inspect.isclass(made) else f"a {type(made).__name__}"
         raise ConfigError(f"{where}: {seen} is no weightsync.Backend, and no name of one")
     check_name(getattr(made, "name", None), f"the name of the backend {type(made).__name__}")
+    expect(made.requires, Mapping, f"backend {made.name!r}: requires is")
+    expect(made.max_readers, int | None, f"backend {made.name!r}: max_readers is")
     return made
 
 

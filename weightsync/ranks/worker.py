@@ -18,10 +18,12 @@ from weightsync.backends.base import (
     TrainerWeightTransferEngine,
     TransferOptions,
     check_plain,
+    expect,
+    naming,
 )
 from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
-from weightsync.errors import ConfigError, ProtocolError, TransferError
+from weightsync.errors import BackendUnavailableError, ConfigError, ProtocolError, TransferError
 from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
@@ -168,7 +170,7 @@ class RankWorker:
         self.source.refresh()
         with ExitStack() as last:
             for engine in engines.values():
-                last.callback(engine.close)
+                last.callback(_named, engine, "close")
             if heartbeat is not None:
                 last.callback(heartbeat.close)
             for handshake in handshakes.values():
@@ -200,13 +202,10 @@ class RankWorker:
                     f"backend {name!r} requires {', '.join(backend.requires)}; a backend that is "
                     "required must itself require none"
                 )
-            engine = backend.trainer_engine(self.source, path, options, bases)
-            if not isinstance(engine, TrainerWeightTransferEngine):
-                raise ConfigError(
-                    f"backend {name!r}: trainer_engine() returned a {type(engine).__name__}, not a "
-                    "TrainerWeightTransferEngine"
-                )
-            self.engines[name] = engine
+            method = f"backend {name!r}: trainer_engine()"
+            with naming(method, BackendUnavailableError):
+                engine = backend.trainer_engine(self.source, path, options, bases)
+            self.engines[name] = expect(engine, TrainerWeightTransferEngine, f"{method} returned")
         if self.engines:
             self._heartbeat = Heartbeat(self._beat)
         return CommandResult(extra_nbytes=self._extra_nbytes())
@@ -219,7 +218,7 @@ class RankWorker:
                 logger.warning("%s.beat() failed", type(engine).__name__, exc_info=True)
 
     def _extra_nbytes(self) -> int:
-        return sum(engine.extra_nbytes for engine in self.engines.values())
+        return sum(_read(engine, "extra_nbytes", int) for engine in self.engines.values())
 
     def _connect(self, command: Connect) -> CommandResult:
         """Take one step of a handshake, on a rank that has readers in it."""
@@ -229,12 +228,8 @@ class RankWorker:
             if command.replies is None and rank in command.readers:
                 self.end_handshake(name)
                 handshake = self.engines[name].handshake(command.readers[rank], command.generation)
-                if not isinstance(handshake, Generator):
-                    raise ConfigError(
-                        f"backend {name!r}: handshake() returned a {type(handshake).__name__}, not "
-                        "a generator of Rounds"
-                    )
-                self._handshakes[name] = handshake
+                method = f"backend {name!r}: handshake()"
+                self._handshakes[name] = expect(handshake, Generator, f"{method} returned")
                 return CommandResult(round=_checked_round(name, next(handshake)))
             replies = command.replies or {}
             if name in self._handshakes and (rank in replies or going_on):
@@ -345,16 +340,18 @@ class RankWorker:
             bases = [e for n, e in self.engines.items() if not self.backend(n).requires]
             dependents = [e for e in self.engines.values() if e not in bases]
             for engine in bases:
-                stack.callback(engine.end)
+                stack.callback(_named, engine, "end")
             stack.callback(lambda: changed.extend(self.source.end_watch(self._is_adopted)))
             for engine in dependents:
-                stack.callback(engine.end)
+                stack.callback(_named, engine, "end")
         self.source.refresh()
         return CommandResult(
             changed=changed,
-            digests={name: self.engines[name].table_digest for name in self.reading},
+            digests={
+                name: _read(self.engines[name], "table_digest", str | None) for name in self.reading
+            },
             extra_nbytes=self._extra_nbytes(),
-            written_nbytes=sum(engine.written_nbytes for engine in engines),
+            written_nbytes=sum(_read(engine, "written_nbytes", int) for engine in engines),
         )
 
     def _is_adopted(self, index: int, address: int) -> bool:
@@ -403,6 +400,17 @@ class RankWorker:
         return takes_part and in_place != packed
 
 
+def _named(engine: TrainerWeightTransferEngine, method: str) -> None:
+    """Call a method of an engine. Raises TransferError naming it for a foreign error."""
+    with naming(f"{type(engine).__name__}.{method}()"):
+        getattr(engine, method)()
+
+
+def _read(engine: TrainerWeightTransferEngine, name: str, kind: Any) -> Any:
+    """Return a property of an engine. Raises ConfigError naming it for another type."""
+    return expect(getattr(engine, name), kind, f"{type(engine).__name__}.{name} is")
+
+
 def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:
     """Return a payload of `begin`. Raises ConfigError for one by reader that lacks a reader."""
     check_plain(payload, f"backend {name!r}: begin()")
@@ -415,9 +423,6 @@ def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:
 
 def _checked_round(name: str, step: object) -> Round:
     """Return a round of a handshake. Raises ConfigError where it yielded anything else."""
-    if not isinstance(step, Round):
-        raise ConfigError(
-            f"backend {name!r}: handshake() yielded a {type(step).__name__}, not a Round"
-        )
-    check_plain(step.messages, f"backend {name!r}: handshake() or init_payload()")
-    return step
+    made: Round = expect(step, Round, f"backend {name!r}: handshake() yielded")
+    check_plain(made.messages, f"backend {name!r}: handshake() or init_payload()")
+    return made

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from weightsync.backends.base import Received
+from weightsync.backends.base import Received, expect
 from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
@@ -57,6 +57,30 @@ class IncomingUpdate:
             load_target.begin()
         self.load_targets.append(load_target)
         return load_target
+
+    def check_received(self, received: Received, method: str, verify: bool) -> None:
+        """Raise ConfigError naming `method` unless its result is that of a transfer of this update.
+
+        A fingerprint is not computed again: `testing.BackendContract` shows an engine whose
+        fingerprints are not those of the bytes it wrote.
+        """
+        expect(received, Received, f"{method} returned")
+        specs = received.manifest.specs
+        if specs and received.manifest.digest not in self.opened:
+            raise ConfigError(
+                f"{method} reports {received.manifest.nbytes} bytes for which it opened no load "
+                "target"
+            )
+        if received.verified not in _STRENGTH:
+            raise ConfigError(
+                f"{method} returned verified={received.verified!r}, not one of "
+                f"{', '.join(_STRENGTH)}"
+            )
+        if verify and received.manifest.nbytes:
+            if received.verified == "none":
+                raise ConfigError(f"{method} verified nothing of an update that is to be verified")
+            if not received.fingerprints:
+                raise ConfigError(f"{method} returned no fingerprints of a verified update")
 
     def note(self, received: Received) -> None:
         """Add the result of one message."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import asdict
 
 from weightsync.errors import (
+    ConfigError,
     ProtocolError,
     RemoteError,
     TransferError,
@@ -291,6 +292,11 @@ class UpdateTransaction:
         self._refuse_changed()
         self._seconds["load"] = time.perf_counter() - started
         self._raise_unless_all(answers, "update_weights")
+        for member in self._staying if self._whole and self._verify else ():
+            if self._results[member.rank].digests.get(member.backend) is None:
+                raise ConfigError(
+                    f"backend {member.backend!r}: table_digest is None after a verified transfer"
+                )
 
     def _readers_by_rank(self, members: Sequence[Member]) -> ReadersByRank:
         """Return the readers of an update of these members."""

@@ -19,7 +19,7 @@ from weightsync.backends.base import (
     Round,
     TransferOptions,
 )
-from weightsync.backends.registry import check_name
+from weightsync.backends.registry import adjusted, check_name
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -99,7 +99,8 @@ def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequenc
         why_not = f"reach() failed: {type(exc).__name__}: {exc}"
         return [Reach(backend.name, why_not=why_not)]
     listed = [reached] if isinstance(reached, Reach) else reached
-    if not isinstance(listed, list | tuple) or not all(isinstance(r, Reach) for r in listed):
+    whole = isinstance(listed, list | tuple) and listed
+    if not whole or not all(isinstance(reach, Reach) for reach in listed):
         raise ConfigError(f"backend {backend.name!r}: reach() returned {reached!r}, not a Reach")
     for reach in listed:
         check_name(reach.path, f"backend {backend.name!r}: the path that reach() returned")
@@ -300,7 +301,7 @@ class PathSelector:
             for base, path in self._backend(candidate.backend).requires.items():
                 self._paths.setdefault(base, {})[candidate.rank] = path
         for name in self._paths:
-            options = self._backend(name).adjust(options)
+            options = adjusted(self._backend(name), options)
         self._options = options
         command = Open(
             paths=self._paths,

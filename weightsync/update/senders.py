@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weightsync.backends.base import Backend, WeightTransferEngine, check_plain
+from weightsync.backends.base import Backend, WeightTransferEngine, check_plain, expect, naming
 from weightsync.backends.registry import get_backend
 from weightsync.errors import (
     BackendUnavailableError,
@@ -130,12 +130,17 @@ class Senders:
     def _open_engine(self, info: InitInfo) -> Manifest:
         manifest = manifest_from_wire(info.manifest)
         engine = _engine_of(info.backend, self.keys)
+        kind = type(engine).__name__
         try:
             engine.check_init_info(info)
             if engine.exclusive:
                 self.close(info.sender)
-            engine.init_transfer_engine(info)
-            check_plain(engine.init_reply(), f"{type(engine).__name__}.init_reply()")
+            with naming(f"{kind}.init_transfer_engine()", BackendUnavailableError):
+                engine.init_transfer_engine(info)
+            with naming(f"{kind}.sender_alive()", BackendUnavailableError):
+                engine.sender_alive()
+            with naming(f"{kind}.init_reply()", BackendUnavailableError):
+                check_plain(engine.init_reply(), f"{kind}.init_reply()")
         except BaseException:
             _logged(engine, "shutdown")
             raise
@@ -260,12 +265,12 @@ def installed_backend(name: str) -> Backend:
 
 def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
     """Return a new engine of a backend. Raises BackendUnavailableError where it cannot be used."""
-    engine = installed_backend(name).receiver_engine(keys)
-    if not isinstance(engine, WeightTransferEngine):
-        raise BackendUnavailableError(
-            f"backend {name!r}: receiver_engine() returned a {type(engine).__name__}, not a "
-            "WeightTransferEngine"
-        )
+    method = f"backend {name!r}: receiver_engine()"
+    with naming(method, BackendUnavailableError):
+        made = installed_backend(name).receiver_engine(keys)
+    engine: WeightTransferEngine = expect(
+        made, WeightTransferEngine, f"{method} returned", BackendUnavailableError
+    )
     return engine
 
 

@@ -509,15 +509,8 @@ class ReceiverSession:
         if info.manifest is None and offered is not None:
             check_manifest(self.sink, offered, partial=incoming.partial)
         engine = self.senders.start_update(info.sender)
-        received: object = engine.receive_weights(info, context)
-        method = f"{type(engine).__name__}.receive_weights()"
-        if not isinstance(received, Received):
-            raise ProtocolError(f"{method} returned a {type(received).__name__}, not a Received")
-        if received.manifest.specs and received.manifest.digest not in incoming.opened:
-            raise ProtocolError(
-                f"{method} reports {received.manifest.nbytes} bytes for which it opened no load "
-                "target"
-            )
+        received = engine.receive_weights(info, context)
+        incoming.check_received(received, f"{type(engine).__name__}.receive_weights()", info.verify)
         return received
 
     def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
