@@ -102,6 +102,36 @@ def test_actors_compute_what_transformers_does(kind: Any) -> None:
             ray.kill(actor)
 
 
+def test_vllms_trainer_api_reaches_every_actor_of_its_client() -> None:
+    from vllm.distributed.weight_transfer import (
+        RayVLLMWeightSyncClient,
+        WeightTransferTrainerFactory,
+    )
+
+    from weightsync.integrations.vllm.trainer import WeightsyncTrainerInitInfo
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), tied=True)
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        remote: Any = ray.remote(Offline).options(runtime_env={"env_vars": own})
+        actors = [remote.remote(folder, **ENGINE) for _ in range(2)]
+        try:
+            engine: Any = WeightTransferTrainerFactory.trainer_init(
+                WeightsyncTrainerInitInfo(rank=0),
+                client=RayVLLMWeightSyncClient(actors),
+                source=model,
+            )
+            for seed in (1, 2):
+                change(model, seed)
+                engine.send_weights()
+                for actor in actors:
+                    check(actor, model)
+            engine.shutdown()
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_known_names_reach_an_actor(*, packed: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

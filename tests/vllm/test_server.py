@@ -79,6 +79,31 @@ def test_updates_compute_what_transformers_does(
             assert not served.is_paused
 
 
+def test_vllms_trainer_api_drives_it_through_its_http_client(server: Server) -> None:
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient,
+        ModuleSource,
+        WeightTransferTrainerFactory,
+    )
+
+    from weightsync.integrations.vllm.trainer import WeightsyncTrainerInitInfo
+
+    served, model = server.served, server.model
+    engine: Any = WeightTransferTrainerFactory.trainer_init(
+        WeightsyncTrainerInitInfo(rank=0),
+        client=HTTPVLLMWeightSyncClient(served.url),
+        source=ModuleSource(model),
+    )
+    for seed in (70, 71):
+        change(model, seed=seed)
+        engine.send_weights()
+        assert len(engine.report.receivers) == server.workers
+        served.assert_computes(model)
+        assert served.get("weight_info") == {"weight_version": str(engine.report.version)}
+        assert not served.is_paused
+    engine.shutdown()
+
+
 def test_a_steady_update_takes_few_requests(server: Server) -> None:
     with ws.connect(server.model, to=server.served.url) as sender:
         sender.send_weights()

@@ -125,7 +125,8 @@ class RankComm:
     """Collectives of a trainer's ranks. Every rank calls the same methods in the same order.
 
     `rank` and `size` are those of the trainer's process group; messages name a rank by its global
-    rank (`names`). `store` is for short notes, None where there is one rank.
+    rank (`names`). `store` is for short notes, None where there is one rank. `process_group` is the
+    trainer's, None for the default one.
 
     Different calls on the ranks raise ProtocolError on all of them. If a rank dies, or does not
     call within the group's timeout, all others raise a TransferError that names it. The group is
@@ -140,8 +141,10 @@ class RankComm:
         rank: int,
         names: Sequence[int],
         timeout_s: float,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
+        self.process_group = process_group
         self.size = len(names)
         self.names = tuple(names)
         self.timeout_s = timeout_s
@@ -310,7 +313,7 @@ class SingleRank(RankComm):
         self.size = 1
         self.names = (0,)
         self.timeout_s = 0.0
-        self.store = self._group = self._broken = None
+        self.store = self.process_group = self._group = self._broken = None
 
     def _synchronize(
         self,
@@ -493,7 +496,14 @@ def join_ranks(
     rendezvous = _rendezvous_at_store(names, rank, bound_s, call)
     group = _make_group(rendezvous, rank, names, bound_s)
     group.set_timeout(timedelta(seconds=timeout_s))
-    return RankComm(group, rendezvous, rank=rank, names=names, timeout_s=timeout_s)
+    return RankComm(
+        group,
+        rendezvous,
+        rank=rank,
+        names=names,
+        timeout_s=timeout_s,
+        process_group=process_group,
+    )
 
 
 def _compare_timeouts(process_group: dist.ProcessGroup | None, timeout_s: float) -> None:

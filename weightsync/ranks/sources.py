@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 
-from weightsync.ranks.comm import CancelFlag, Cancellation, CancelledError, RankComm
-from weightsync.specs import Manifest
-from weightsync.tensors import contiguous_bytes, spec_of
+from weightsync.errors import ManifestMismatchError, shorten
+from weightsync.ranks.comm import (
+    CancelFlag,
+    Cancellation,
+    CancelledError,
+    RankComm,
+    compare_manifests,
+)
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.fingerprint import mix64
-from weightsync.weights.shards import is_sharded
-from weightsync.weights.source import IterableSource, SourceWatch, WeightSource, checked, groups_of
+from weightsync.weights.shards import gather
+from weightsync.weights.source import (
+    DescribedSource,
+    IterableSource,
+    SourceWatch,
+    WeightSource,
+    checked,
+    groups_of,
+)
 
 Pair = tuple[str, torch.Tensor]
 
@@ -116,11 +132,15 @@ class CollectiveSource:
         taken: list[Pair] = []
         for pair in islice(pairs, most):
             taken.append(pair)
-            if not is_sharded(pair[1]):
+            if not source.is_shared(pair[1]):
                 break
-        if is_sharded(taken[0][1]):
+        if source.is_shared(taken[0][1]):
             self._agree()
-        self._rest = ((name, source.gather(tensor)) for name, tensor in taken)
+
+        def gathered(pair: Pair) -> Pair:
+            return pair[0], source.gather(*pair)
+
+        self._rest = map(gathered, taken)  # an error does not end it: `_leave` continues
         return len(taken)
 
     def _check_own(self) -> None:
@@ -161,6 +181,57 @@ class CollectiveSource:
             self._ranks.agree(error)
         with suppress(Exception):
             self._ranks.agree(error)
+
+
+def join_parts(source: DescribedSource, ranks: RankComm) -> None:
+    """Have the ranks of a source exchange their tensors where they hold different ones. Collective.
+
+    The first rank that holds a tensor broadcasts its bytes to the others of `process_group`. Raises
+    ManifestMismatchError for tensors that no rank holds.
+    """
+    compare_manifests(source.manifest, ranks, advice="metadata() has to describe the whole model")
+    held = [json.loads(payload) for payload in ranks.exchange(json.dumps(source.held).encode())]
+    if all(places is None for places in held):
+        return
+    specs = source.manifest.specs
+    owners: dict[str, int] = {}
+    for rank, places in reversed(list(enumerate(held))):
+        chosen = range(len(specs)) if places is None else places
+        owners.update((specs[place].name, rank) for place in chosen)
+    orphans = [spec.name for spec in specs if spec.name not in owners]
+    if orphans:
+        raise ManifestMismatchError(
+            f"no rank holds {shorten(orphans)}: held_names() of the ranks leave them out",
+            missing=orphans,
+        )
+    if ranks.size > 1:
+        index = source.manifest.index
+        device = source_device(source)
+
+        def share(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return _broadcast(specs[index[name]], tensor, owners[name], ranks, device)
+
+        source.join(share)
+
+
+def _broadcast(
+    spec: TensorSpec, tensor: torch.Tensor, owner: int, ranks: RankComm, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor of which rank `owner` has the bytes. Collective, also where it raises."""
+    failed: Exception | None = None
+    flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+    try:
+        if not tensor.is_meta:
+            tensor = gather(tensor, TORCH_DTYPES[spec.dtype])
+        if ranks.rank == owner:
+            flat = contiguous_bytes(tensor.detach().to(device, TORCH_DTYPES[spec.dtype]))
+    except Exception as exc:  # noqa: BLE001  # raised when the others have what they wait for
+        failed = exc
+    if spec.nbytes:
+        dist.broadcast(flat, src=ranks.names[owner], group=ranks.process_group)
+    if failed is not None:
+        raise failed
+    return from_bytes(flat, spec)
 
 
 class SourceOfUpdate:

@@ -46,15 +46,13 @@ from weightsync.ranks.sources import (
     Pair,
     SourceOfUpdate,
     Subset,
+    join_parts,
     manifest_of,
     source_device,
 )
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.shards import gather
-from weightsync.weights.source import (
-    NamedTensors,
-    WeightSource,
-)
+from weightsync.weights.source import DescribedSource, NamedTensors, WeightSource
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 
@@ -78,6 +76,8 @@ class RankWorker:
         backends: Sequence[Backend],
     ) -> None:
         self._ranks = ranks
+        if isinstance(source, DescribedSource):
+            join_parts(source, ranks)
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self.source = SourceOfUpdate(source, self._collective)
         self._options = replace(options, device=source_device(source))

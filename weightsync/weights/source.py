@@ -342,9 +342,7 @@ class IterableSource:
         self._rename = rename_with(rename)
         self._dtype = dtype
         self.changed: list[str] = []
-        self._manifest = Manifest(
-            tuple(spec_of(self._rename(name), tensor, dtype) for name, tensor in factory())
-        )
+        self._manifest = self._describe(factory())
 
     @property
     def manifest(self) -> Manifest:
@@ -354,7 +352,7 @@ class IterableSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a new iteration, shards gathered."""
         for name, tensor in self.shards():
-            yield name, self.gather(tensor)
+            yield name, self.gather(name, tensor)
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a new iteration, shards not gathered; see `gather`."""
@@ -371,13 +369,119 @@ class IterableSource:
         finally:
             watch.end()
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether `gather` is a collective for this tensor of `shards`."""
+        return is_sharded(tensor)
+
+    def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a DTensor, cast; others as is. Collective over its mesh."""
         return gather(tensor, self._dtype)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """Return None: the tensors may be new ones every time."""
         return None
+
+    def _describe(self, pairs: NamedTensors) -> Manifest:
+        return Manifest(
+            tuple(spec_of(self._rename(name), tensor, self._dtype) for name, tensor in pairs)
+        )
+
+
+class DescribedSource(IterableSource):
+    """The tensors of an iterable object that describes them itself: vLLM's `WeightSource`.
+
+    `metadata()` lists all of them, with `name`, `dtype` (torch's) and full `shape`, in the order of
+    iteration; it is read once. Each update iterates anew. Ranks that hold different tensors have
+    `held_names()`: such a rank iterates over the names of its `groups()` alone, and yields None for
+    those that it does not hold. `held` has the places of its names in the manifest, None for all;
+    `join` gets them to the other ranks.
+    """
+
+    def __init__(
+        self,
+        described: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+    ) -> None:
+        self._described = described
+        self._metadata = list(described.metadata())
+        held = described.held_names() if hasattr(described, "held_names") else None
+        self.held: list[int] | None = None
+        self._join: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+        if held is not None:
+            names = frozenset(held)
+            self.held = [i for i, meta in enumerate(self._metadata) if meta.name in names]
+            self._iterated = frozenset(name for group in described.groups() for name in group)
+            _check_held(names, self._iterated, self._metadata)
+        super().__init__(self._whole, dtype=dtype, rename=rename)
+
+    def join(self, share: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Have `share` return each full tensor: a collective of the ranks that hold its parts.
+
+        It is given the tensor's name and what this rank has of it, on the meta device if nothing.
+        """
+        self._join = share
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether `gather` is a collective for this tensor of `shards`."""
+        return self._join is not None or super().is_shared(tensor)
+
+    def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor, cast where it was sharded; a collective where `is_shared`."""
+        if self._join is not None:
+            return self._join(name, tensor)
+        if tensor.is_meta:
+            raise ConfigError(
+                f"this rank does not hold {name!r}: a source that is split among ranks goes to "
+                "connect() as it is, not inside of another source"
+            )
+        return super().gather(name, tensor)
+
+    def _describe(self, _: NamedTensors) -> Manifest:
+        return super()._describe((meta.name, _unheld(meta)) for meta in self._metadata)
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a tensor for every name, on the meta device where this rank does not hold it."""
+        given = iter(self._described)
+        if self.held is None:
+            yield from given
+            return
+        held = frozenset(self.held)
+        for i, meta in enumerate(self._metadata):
+            if meta.name not in self._iterated:
+                yield meta.name, _unheld(meta)
+                continue
+            pair = next(given, None)
+            if pair is None:
+                return
+            name, tensor = pair
+            if tensor is None and i in held and name == meta.name:
+                raise ManifestMismatchError(
+                    f"the source yields None for {name!r}, which its held_names() has",
+                    missing=[name],
+                )
+            yield name, _unheld(meta) if tensor is None else tensor
+        yield from given
+
+
+def _unheld(meta: Any) -> torch.Tensor:
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+
+
+def _check_held(held: frozenset[str], iterated: frozenset[str], metadata: Sequence[Any]) -> None:
+    unknown = sorted(held - {meta.name for meta in metadata})
+    if unknown:
+        raise ManifestMismatchError(
+            f"held_names() of the source has names that its metadata() lacks: {shorten(unknown)}",
+            unexpected=unknown,
+        )
+    left_out = sorted(held - iterated)
+    if left_out:
+        raise ManifestMismatchError(
+            f"groups() of the source leaves out names of its held_names(): {shorten(left_out)}",
+            missing=left_out,
+        )
 
 
 class StateDictSource(IterableSource):
@@ -469,7 +573,7 @@ def _diverges(
 def as_source(
     source: object, *, dtype: torch.dtype | None = None, rename: Rename | None = None
 ) -> WeightSource:
-    """Return a WeightSource for a module, a state dict, a callable or a WeightSource.
+    """Return a WeightSource for a module, a state dict, a callable, or a WeightSource, also vLLM's.
 
     Raises ConfigError for anything else, also for a generator: it is exhausted after one update.
     """
@@ -483,6 +587,8 @@ def as_source(
                 "a WeightSource names and casts its own tensors; leave out dtype/rename"
             )
         return source  # type: ignore[return-value]  # a protocol, checked by its members above
+    if callable(getattr(source, "metadata", None)) and isinstance(source, Iterable):
+        return DescribedSource(source, dtype=dtype, rename=rename)
     if callable(source):
         return IterableSource(source, dtype=dtype, rename=rename)
     raise ConfigError(

@@ -33,6 +33,34 @@ def register() -> None:
         return
 
 
+def register_trainer() -> None:
+    """Register our trainer engine with vLLM. Importing `…vllm.trainer` calls it. Idempotent.
+
+    Raises BackendUnavailableError for a vLLM without trainer engines.
+    """
+    try:
+        from vllm.distributed.weight_transfer import (  # noqa: PLC0415  # older ones lack it
+            WeightTransferTrainerFactory,
+        )
+    except ImportError as exc:
+        raise BackendUnavailableError(
+            f"vLLM {_version()} has no trainer engines; they exist since 0.28, and 0.32 is tested. "
+            "weightsync.connect() works with older ones"
+        ) from exc
+    try:
+        WeightTransferTrainerFactory.register_engine(
+            BACKEND, "weightsync.integrations.vllm.trainer", "WeightsyncTrainerEngine"
+        )
+    except ValueError:  # already registered
+        return
+
+
+def _version() -> str:
+    import vllm  # noqa: PLC0415  # as above
+
+    return str(getattr(vllm, "__version__", "of an unknown version"))
+
+
 def _guard_pauses() -> None:
     """Make the engine core end the pauses of dead senders. Any process may be the core's."""
     try:

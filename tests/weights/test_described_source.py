@@ -1,0 +1,310 @@
+"""Sources that describe themselves, as vLLM's WeightSource: alone, and split among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import weightsync as ws
+from tests.crew import Crew, crew
+from weightsync.weights.source import DescribedSource, as_source
+
+
+@dataclass(frozen=True)
+class Meta:
+    """As vLLM's ParamMeta."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Described:
+    """Has the methods of vLLM's WeightSource. `step` is added to each tensor."""
+
+    model: dict[str, torch.Tensor]
+    held: Sequence[str] | None = None
+    step: float = 0.0
+    passes: int = 0
+    meta: dict[str, Meta] = field(default_factory=dict)
+
+    def metadata(self) -> list[Any]:
+        return [
+            self.meta.get(name) or Meta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in self.model.items()
+        ]
+
+    def held_names(self) -> Sequence[str] | None:
+        return self.held
+
+    def groups(self) -> list[list[str]]:
+        """One group per layer, those of which this rank holds anything."""
+        layers: dict[str, list[str]] = {}
+        for name in self.model:
+            layers.setdefault(name.partition(".")[0], []).append(name)
+        held = self.model if self.held is None else self.held
+        return [group for group in layers.values() if any(name in held for name in group)]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        self.passes += 1
+        for name in (name for group in self.groups() for name in group):
+            absent = self.held is not None and name not in self.held
+            yield name, None if absent else self.model[name] + self.step
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Three layers of two tensors, and one that is empty, in three dtypes."""
+    made = {
+        f"{layer}.{part}": torch.arange(6 * i + 12.0).view(-1, 2).to(dtype)
+        for i, layer in enumerate(("a", "b", "c"))
+        for part, dtype in (("w", torch.float32), ("v", torch.bfloat16))
+    }
+    return {**made, "c.empty": torch.zeros(0, 3), "c.scale": torch.tensor(2.0)}
+
+
+class Held(dict[str, torch.Tensor]):
+    """What a load_weights hook was given."""
+
+    def load(self, pairs: Any) -> None:
+        self.update((name, tensor.clone()) for name, tensor in pairs)
+
+
+def same(held: dict[str, torch.Tensor], source: Described) -> bool:
+    return held.keys() == source.model.keys() and all(
+        torch.equal(held[name], tensor + source.step) and held[name].dtype == tensor.dtype
+        for name, tensor in source.model.items()
+    )
+
+
+def test_every_update_iterates_anew_and_the_description_is_read_once() -> None:
+    source, held = Described(weights()), Held()
+    receiver = ws.WeightReceiver(held.load)
+    with closing(receiver), ws.connect(source, to=receiver.handle) as sender:
+        assert source.passes == 0
+        for step in (1, 2, 3):
+            source.step = float(step)
+            sender.send_weights()
+            assert source.passes == step
+            assert same(held, source)
+
+
+def test_names_and_dtypes_are_mapped_on_the_way() -> None:
+    source = as_source(Described(weights()), dtype=torch.float16, rename={"a.w": "renamed"})
+    assert isinstance(source, DescribedSource)
+    assert source.manifest.specs[0].name == "renamed"
+    assert {spec.dtype for spec in source.manifest.specs} == {"float16"}
+    assert [name for name, _ in source.tensors()] == [spec.name for spec in source.manifest.specs]
+
+
+def missing(source: Described) -> None:
+    del source.model["b.v"]
+
+
+def added(source: Described) -> None:
+    source.model["d.w"] = torch.zeros(2)
+
+
+def swapped(source: Described) -> None:
+    source.model["a.w"] = source.model.pop("a.w")
+
+
+def reshaped(source: Described) -> None:
+    source.model["b.w"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize("break_it", [missing, added, swapped, reshaped])
+def test_an_iteration_that_is_not_the_description_moves_nothing(
+    break_it: Callable[[Described], None],
+) -> None:
+    source, held = Described(weights()), Held()
+    receiver = ws.WeightReceiver(held.load)
+    with closing(receiver), ws.connect(source, to=receiver.handle, timeout_s=5) as sender:
+        sender.send_weights()
+        before = dict(held)
+        break_it(source)
+        with pytest.raises(ws.ManifestMismatchError, match="the source"):
+            sender.send_weights()
+        assert receiver.status().version == 1
+        assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+
+
+def test_a_single_rank_that_holds_a_part_is_refused() -> None:
+    receiver = ws.WeightReceiver(Held().load)
+    source = Described(weights(), [name for name in weights() if not name.startswith("b")])
+    message = r"no rank holds b\.w, b\.v: held_names"
+    with closing(receiver), pytest.raises(ws.ManifestMismatchError, match=message):
+        ws.connect(source, to=receiver.handle)
+
+
+def test_held_names_that_are_not_described_or_not_iterated_are_refused() -> None:
+    with pytest.raises(ws.ManifestMismatchError, match=r"metadata\(\) lacks: z\.w"):
+        DescribedSource(Described(weights(), ["a.w", "z.w"]))
+    silent = Described(weights(), ["a.w", "b.w"])
+    silent.groups = lambda: [["a.w", "a.v"]]  # type: ignore[method-assign]
+    with pytest.raises(ws.ManifestMismatchError, match=r"groups\(\) .* leaves out .*: b\.w"):
+        DescribedSource(silent)
+
+
+def test_a_part_inside_of_another_source_is_refused() -> None:
+    names = [name for name in weights() if name != "b.v"]
+    source = DescribedSource(Described(weights(), names))  # as another source uses it
+    with pytest.raises(ws.ConfigError, match=r"does not hold 'b\.v': .* not inside of another"):
+        list(source.tensors())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Crew]:
+    with crew(3) as made:
+        yield made
+
+
+def layers_of(rank: int, split: str) -> Sequence[str] | None:
+    """Return the names that a rank holds."""
+    names = list(weights())
+    match split:
+        case "by layer":  # as pipeline stages
+            return [name for name in names if name.startswith("abc"[rank])]
+        case "by name":  # as experts: no rank holds a whole layer
+            return names[rank::3]
+        case "two hold all":
+            return names if rank else names[:3]
+        case "one says all":
+            return None if rank == 1 else []
+    raise AssertionError(split)
+
+
+def updates(rank: int, split: str, packed: bool | None) -> Any:
+    """Send three updates; return what rank 0's receiver held after each."""
+    source, held = Described(weights(), layers_of(rank, split)), Held()
+    receiver = ws.WeightReceiver(held.load)
+    right = []
+    with closing(receiver):
+        to = receiver.handle if rank == 0 else ()
+        with ws.connect(source, to=to, packed=packed, bucket_nbytes=64) as sender:
+            for step in (1, 2, 3):
+                source.step = float(step)
+                sender.send_weights()
+                right.append(rank > 0 or same(held, source))
+    return right
+
+
+@pytest.mark.parametrize("packed", [None, False])
+@pytest.mark.parametrize("split", ["by layer", "by name", "two hold all", "one says all"])
+def test_ranks_that_hold_different_tensors_send_all(
+    ranks: Crew, split: str, packed: bool | None
+) -> None:
+    assert ranks.run(updates, split, packed) == [[True] * 3] * 3
+
+
+def sharded_stages(rank: int) -> bool:
+    """Rank 0 holds one layer; ranks 1 and 2 hold another one together, in shards."""
+    full = weights()
+    stage = torch.distributed.new_group([1, 2])
+    model: dict[str, Any] = dict(full)
+    if rank:
+        pair = DeviceMesh.from_group(stage, "cpu")
+        model["b.w"] = distribute_tensor(full["b.w"], pair, [Shard(0)])
+    names = [name for name in full if (name == "b.w") == bool(rank)]
+    source, held = Described(model, names), Held()
+    receiver = ws.WeightReceiver(held.load)
+    with closing(receiver):
+        to = receiver.handle if rank == 0 else ()
+        with ws.connect(source, to=to) as sender:
+            sender.send_weights()
+            sender.send_weights()
+    return rank > 0 or all(torch.equal(held[name], tensor) for name, tensor in full.items())
+
+
+def test_a_stage_of_shards_is_gathered_by_its_ranks_and_broadcast(ranks: Crew) -> None:
+    assert ranks.run(sharded_stages) == [True] * 3
+
+
+def failing(rank: int, where: str) -> Any:
+    """Rank 1 fails in an update; return each rank's error, and whether the next update is right."""
+    source, held = Described(weights(), layers_of(rank, "by name")), Held()
+    receiver = ws.WeightReceiver(held.load)
+    model = source.model
+    with closing(receiver):
+        to = receiver.handle if rank == 0 else ()
+        with ws.connect(source, to=to, timeout_s=10) as sender:
+            sender.send_weights()
+            if rank == 1:
+                source.model = dict(model)
+                if where == "iteration":
+                    del source.model["c.w"]
+                elif where == "None":
+                    source.model["c.w"] = Absent()  # type: ignore[assignment]  # what is tested
+                else:  # a tensor that cannot be moved to the others
+                    source.model["c.w"] = Unmovable(model["c.w"])
+            try:
+                sender.send_weights()
+                error = ""
+            except ws.WeightSyncError as exc:
+                error = str(exc)
+            source.model, source.held = model, layers_of(rank, "by name")
+            source.step = 5.0
+            sender.send_weights()
+            return error, rank > 0 or same(held, source)
+
+
+class Absent:
+    """What a source makes None of."""
+
+    def __add__(self, other: Any) -> None:
+        return None
+
+
+class Unmovable(torch.Tensor):
+    """A tensor whose bytes cannot be read."""
+
+    def __new__(cls, data: torch.Tensor) -> Self:
+        return data.as_subclass(cls)
+
+    def __add__(self, other: Any) -> Any:
+        return self
+
+    def detach(self) -> Any:
+        raise RuntimeError("planted: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("iteration", "the source diverges from its manifest"),
+        ("None", "None for 'c.w', which its held_names"),
+        ("memory", "planted: out of memory"),
+    ],
+)
+def test_a_rank_that_fails_is_an_error_of_all_and_the_next_update_is_right(
+    ranks: Crew, where: str, message: str
+) -> None:
+    outcomes = ranks.run(failing, where)
+    assert all(message in error for error, _ in outcomes), outcomes
+    assert [right for _, right in outcomes] == [True] * 3
+
+
+def refused(rank: int, kind: str) -> str:
+    """Return the error of connect() on each rank."""
+    names = [name for name in weights() if name != "b.w" or kind != "orphan"]
+    source = Described(weights(), names)
+    if kind == "shape" and rank == 2:
+        source.meta["b.w"] = Meta("b.w", torch.float32, (1,))
+    with pytest.raises(ws.ManifestMismatchError) as caught:
+        ws.connect(source, to=Held().load if rank == 0 else (), timeout_s=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("orphan", "no rank holds b.w"), ("shape", "at position 2 rank 2 has b.w")],
+)
+def test_ranks_whose_descriptions_do_not_fit_are_told(ranks: Crew, kind: str, message: str) -> None:
+    assert all(message in error for error in ranks.run(refused, kind))
