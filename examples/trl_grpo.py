@@ -89,7 +89,7 @@ def train(model: str, url: str, steps: int) -> None:
         history = [entry for entry in trainer.state.log_history if "reward" in entry]
         for entry in history:
             print(f"step {entry['step']}: reward {entry['reward']:.3f}, ", end="")
-            print(f"then version {entry['weightsync/version']}")
+            print(f"then version {entry['sync/version']}")
         made = ", ".join(f"version {v}: {n} tokens" for v, n in sorted(rollouts.made_by.items()))
         print(f"samples made by {made}")
         print(f"the server holds version {sync.version}; does it hold the trainer's weights?")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,36 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
+    from weightsync.report import SyncReport
+
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def call_span(call: str, report: Callable[[], SyncReport | None]) -> Iterator[None]:
+    """Open an OpenTelemetry span around a call of a sender, if this program has imported it.
+
+    The span is `weightsync.` and the method's name. An error of the block is recorded in it, else
+    the figures of `report`, called after the block.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        yield
+        return
+    name = f"weightsync.{call.partition('(')[0]}"
+    with trace.get_tracer("weightsync").start_as_current_span(name) as span:
+        yield
+        made = report()
+        if made is not None:
+            span.set_attributes(
+                {
+                    **made.metrics("weightsync."),
+                    "weightsync.nbytes": made.nbytes,
+                    "weightsync.path": made.path,
+                    "weightsync.verified": made.verified,
+                    "weightsync.update_id": made.update_id,
+                }
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,19 @@ class SyncReport(_FormerNames):
         """Gigabytes (1e9 bytes) of weights per second, over the whole update."""
         return self.nbytes / self.seconds["total"] / 1e9 if self.seconds["total"] else 0.0
 
+    def metrics(self, prefix: str = "sync/") -> dict[str, float]:
+        """Return the figures for a logger: `version`, `seconds` in all, `gbps` and `stall_s`.
+
+        `prefix` begins each name.
+        """
+        figures = {
+            "version": self.version,
+            "seconds": self.seconds["total"],
+            "gbps": self.gbps,
+            "stall_s": self.stall_s,
+        }
+        return {prefix + name: figure for name, figure in figures.items()}
+
     def to_dict(self) -> dict[str, object]:
         """Return the report as plain data, `gbps` included."""
         return {**asdict(self), "gbps": self.gbps}

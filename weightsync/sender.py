@@ -23,7 +23,13 @@ from torch import nn
 from weightsync.backends.base import Backend, TransferOptions
 from weightsync.backends.registry import BackendChoice, adjusted, choose_backends
 from weightsync.errors import ConfigError, ProtocolError, SenderReplacedError, WeightSyncError
-from weightsync.observe import ProgressObserver, Shown, TracePath, progress_callback
+from weightsync.observe import (
+    ProgressObserver,
+    Shown,
+    TracePath,
+    call_span,
+    progress_callback,
+)
 from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
@@ -433,7 +439,10 @@ class WeightSender:
             coordinator.verify = self.verify
             coordinator.last_report = None
             try:
-                with group.observers.user_call(trace):
+                with (
+                    call_span(call, lambda: coordinator.last_report),
+                    group.observers.user_call(trace),
+                ):
                     yield coordinator
             except BaseException as exc:
                 try:

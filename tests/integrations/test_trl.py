@@ -121,7 +121,7 @@ def test_add_to_puts_the_values_before_the_reporters(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path, callbacks=[reporter], steps=1)
     sync.add_to(trainer)
     trainer.train()
-    values = {"weightsync/version", "weightsync/seconds", "weightsync/stall_seconds"}
+    values = {"sync/version", "sync/seconds", "sync/gbps", "sync/stall_s"}
     assert values <= reporter.seen[0]
 
 

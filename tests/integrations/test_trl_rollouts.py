@@ -69,7 +69,7 @@ def test_grpo_learns_from_what_the_server_made_by_the_newest_weights(
     first = sync.version - 3  # of at_start, whatever the server was sent before
     assert asked == [([[v]] * 8, [v] * 8) for v in range(first, first + 3)]
     assert set(rollouts.made_by) == {first, first + 1, first + 2}
-    logged = [e["weightsync/version"] for e in trainer.state.log_history if "reward" in e]
+    logged = [e["sync/version"] for e in trainer.state.log_history if "reward" in e]
     assert logged == [first + 1, first + 2, first + 3]
     assert sync.last_report is not None
     assert sync.last_report.label == "step-3"

@@ -81,9 +81,9 @@ class WeightSyncCallback(TrainerCallback):
     `source` is called with the model, and returns the callable or WeightSource to send instead.
     `settings` are those of `connect`.
 
-    The log gets `weightsync/version`, `weightsync/seconds` (the mean since the last entry) and
-    `weightsync/stall_seconds` (the longest). For wandb and similar loggers, register the callback
-    with `add_to`.
+    The log gets `sync/version`, `sync/seconds` and `sync/gbps` (the means since the last entry),
+    and `sync/stall_s` (the longest). For wandb and similar loggers, register the callback with
+    `add_to`.
 
     The connection is closed when training ends, or when the callback raises. A context manager
     around `trainer.train()` also ends it when training fails elsewhere. An error of `connect` or
@@ -294,7 +294,8 @@ def _close_after_failure(sender: WeightSender) -> None:
 
 def _values(reports: list[SyncReport]) -> dict[str, float]:
     return {
-        "weightsync/version": reports[-1].version,
-        "weightsync/seconds": sum(r.seconds["total"] for r in reports) / len(reports),
-        "weightsync/stall_seconds": max(r.stall_s for r in reports),
+        **reports[-1].metrics(),
+        "sync/seconds": sum(r.seconds["total"] for r in reports) / len(reports),
+        "sync/gbps": sum(r.gbps for r in reports) / len(reports),
+        "sync/stall_s": max(r.stall_s for r in reports),
     }

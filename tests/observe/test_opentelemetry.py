@@ -1,0 +1,79 @@
+"""Spans of OpenTelemetry around the calls of a sender, by its real SDK."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from torch import nn
+
+import weightsync as ws
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_each_call_is_a_span_with_the_figures_of_its_report(spans: InMemorySpanExporter) -> None:
+    receiver = ws.WeightReceiver(nn.Linear(4, 4))
+    with ws.connect(nn.Linear(4, 4), to=receiver.handle) as sender:
+        report = sender.send_weights()
+        assert trace.get_current_span() is trace.INVALID_SPAN
+        with sender.update(partial=True) as update:
+            update.send([("bias", nn.Linear(4, 4).bias)])
+    found = by_name(spans)
+    assert set(found) == {f"weightsync.{n}" for n in ("connect", "send_weights", "update", "close")}
+    assert found["weightsync.send_weights"].attributes == {
+        "weightsync.version": 1,
+        "weightsync.seconds": report.seconds["total"],
+        "weightsync.gbps": report.gbps,
+        "weightsync.stall_s": report.stall_s,
+        "weightsync.nbytes": 80,
+        "weightsync.path": "shared_memory",
+        "weightsync.verified": "held",
+        "weightsync.update_id": report.update_id,
+    }
+    assert (found["weightsync.update"].attributes or {})["weightsync.version"] == 2
+
+
+def test_an_error_is_recorded(spans: InMemorySpanExporter) -> None:
+    def load(pairs: object) -> None:
+        raise RuntimeError("planted")
+
+    receiver = ws.WeightReceiver(load)
+    with (
+        ws.connect(nn.Linear(4, 4), to=receiver.handle) as sender,
+        pytest.raises(ws.RemoteError, match="planted"),
+    ):
+        sender.send_weights()
+    span = by_name(spans)["weightsync.send_weights"]
+    assert span.status.status_code is StatusCode.ERROR
+    assert [event.name for event in span.events] == ["exception"]
+
+
+def test_it_is_not_imported_for_programs_without_it() -> None:
+    code = (
+        "import sys, torch, weightsync as ws\n"
+        "receiver = ws.WeightReceiver(torch.nn.Linear(2, 2))\n"
+        "with ws.connect(torch.nn.Linear(2, 2), to=receiver.handle) as sender:\n"
+        "    sender.send_weights()\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
