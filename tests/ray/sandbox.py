@@ -31,9 +31,9 @@ GRACE_S = 5.0
 OBJECT_STORE_NBYTES = 80 << 20
 
 
-def start() -> None:
+def start(cpus: int = 2) -> None:
     """Start a node of Ray in a program that `run` runs, as small as it gets."""
-    ray.init(num_cpus=2, object_store_memory=OBJECT_STORE_NBYTES, include_dashboard=False)
+    ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_NBYTES, include_dashboard=False)
 
 
 def run(*arguments: str | Path, timeout_s: float) -> str:
