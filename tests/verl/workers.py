@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.checkpoint_engine import (
+    CheckpointEngineRegistry,
+    CheckpointEngineWorker,
+    ColocatedCheckpointEngine,
+)
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.import_utils import import_external_libs
@@ -86,6 +90,13 @@ class Trainer(Worker):  # type: ignore[misc]  # verl has no types here
                 raise RuntimeError("planted: the trainer fails")
             gather = getattr(parameter, "full_tensor", None)
             yield name, gather() if gather else parameter.detach()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def held_by_naive(self) -> dict[str, str]:
+        """Return the fingerprints of what verl's engine for one process gives its adapter."""
+        naive = ColocatedCheckpointEngine(bucket_size=1 << 20)
+        naive.send_weights(self.weights())
+        return {name: digest(tensor) for name, tensor in naive.receive_weights()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
