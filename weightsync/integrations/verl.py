@@ -10,14 +10,14 @@ sender. With tensors on a GPU this has never run.
 from __future__ import annotations
 
 import asyncio
-import queue
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -40,16 +40,16 @@ from weightsync.report import SyncReport
 from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
 from weightsync.server.listening import listen, url_of
 from weightsync.server.router import weight_router
+from weightsync.specs import Manifest
 from weightsync.transports.http import HttpTransport
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.sink import HookSink
+from weightsync.weights.sink import HookSink, LoadWeights
 
 try:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 except ImportError as exc:
     raise BackendUnavailableError(
-        f"this needs a verl with checkpoint engines ({exc}); they exist since 0.7, and 0.9.1 is "
-        "tested"
+        f"this needs a verl with checkpoint engines ({exc}); 0.9.1 is tested"
     ) from exc
 
 BACKEND = "weightsync"
@@ -257,13 +257,13 @@ class RolloutReceiver:
         self._timeout_s = timeout_s
         self._token = secrets.token_urlsafe(32)
         self._socket = listen(ray.util.get_node_ip_address().strip("[]"), 0)
-        self._loads: queue.Queue[Load | None] = queue.Queue()
-        self._consumes = False
+        self._loads: deque[Load] = deque()
+        self._wake: Callable[[], object] | None = None
         self._server: uvicorn.Server | None = None
         self.receiver = WeightReceiver(
-            HookSink(self._load, device=device),
+            LendingSink(self._load, device),
             apply=apply,
-            on_release=lambda: self._loads.put(None),
+            on_release=self._notify,
             lease_s=timeout_s,
         )
 
@@ -286,15 +286,16 @@ class RolloutReceiver:
     async def tensors(self) -> AsyncIterator[NamedTensor]:
         """Yield the tensors of the next update, as `receive_weights` says."""
         before = self.receiver.version
-        self._consumes = True
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = partial(loop.call_soon_threadsafe, changed.set)
         try:
-            while (load := await self._next(before)) is not None:
+            while (load := await self._next(before, changed)) is not None:
                 while load.pairs:
                     load.asked = time.monotonic()
                     yield load.pairs.popleft()
                 load.done.set()
         finally:
-            self._consumes = False
+            self._wake = None
 
     def close(self) -> None:
         """Close the endpoint."""
@@ -306,23 +307,30 @@ class RolloutReceiver:
     def _load(self, pairs: Iterable[NamedTensor]) -> None:
         """Hand tensors to the consumer; return when it is done. The receiver's hook."""
         load = Load(pairs)
-        self._loads.put(load)
+        self._loads.append(load)
+        self._notify()
         while not load.done.wait(_LOOK_S):
             waits = time.monotonic() - load.asked
-            if waits > self._timeout_s or (load.taken and not self._consumes):
+            if waits > self._timeout_s or (load.taken and self._wake is None):
                 load.refused = True
                 raise TransferError("verl's server adapter did not take all weights")
 
-    async def _next(self, before: int) -> Load | None:
+    def _notify(self) -> None:
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+    async def _next(self, before: int, changed: asyncio.Event) -> Load | None:
         """Return the next tensors, or None when the update is committed."""
         deadline = time.monotonic() + self._timeout_s
         began = False
         while True:
-            with suppress(queue.Empty):
-                found = await asyncio.to_thread(self._loads.get, timeout=_LOOK_S)
-                if found is not None and not found.refused:
-                    found.taken = True
-                    return found
+            changed.clear()
+            while self._loads:
+                load = self._loads.popleft()
+                if not load.refused:
+                    load.taken = True
+                    return load
             if self.receiver.open_update is not None:
                 began, deadline = True, time.monotonic() + self._timeout_s
             elif self.receiver.version != before:
@@ -331,6 +339,8 @@ class RolloutReceiver:
                 raise TransferError("the trainer's update was aborted")
             elif time.monotonic() > deadline:
                 raise TransferTimeout(f"the trainer began no update within {self._timeout_s:g} s")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), _LOOK_S)
 
 
 class Load:
@@ -340,9 +350,26 @@ class Load:
     """
 
     def __init__(self, pairs: Iterable[NamedTensor]) -> None:
-        *rest, last = pairs
-        # The loop variable of the consumer keeps its last tensor, whose memory is used again.
-        self.pairs = deque([*rest, (last[0], last[1].clone())])
+        self.pairs = deque(pairs)
         self.done = threading.Event()
         self.asked = time.monotonic()
         self.taken = self.refused = False
+
+
+class LendingSink(HookSink):
+    """A HookSink whose consumer may keep its last view, in a loop variable, and not use it.
+
+    `HookSink(keeps_views=True)` would copy every tensor.
+    """
+
+    def __init__(self, load_weights: LoadWeights, device: str) -> None:
+        super().__init__(load_weights, keeps_views=True, device=device)
+
+    def call(self, pairs: Sequence[NamedTensor]) -> set[str] | None:
+        """Call the hook with views."""
+        self.load_weights(list(pairs))
+        return None
+
+    def cloned_nbytes(self, manifest: Manifest) -> int:
+        """Return 0: nothing is cloned."""
+        return 0
