@@ -59,7 +59,7 @@ class Trainer(Worker):  # type: ignore[misc]  # verl has no types here
         self.fails_at = ""
         if sharded:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for layer in self.model:
+            for layer in self.model.children():
                 fully_shard(layer, mesh=mesh)
         import_external_libs(config.custom_backend_module)
         self.checkpoint_engine = CheckpointEngineRegistry.new(

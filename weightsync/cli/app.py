@@ -31,6 +31,7 @@ VERBS = {
     "push": "Load a safetensors checkpoint into servers that are running.",
     "status": "Show what servers hold, and how the last update went.",
     "verify": "Compare the weights that a server holds with a safetensors checkpoint.",
+    "certify": "Push a checkpoint, and compare the server with one that loaded it itself.",
     "doctor": "Say which paths work on this machine, and why others do not.",
     "plot": "Draw the updates of a run from their reports.",
 }
@@ -40,6 +41,7 @@ EXTRAS = {
     "push": "hf,cli",
     "status": "cli",
     "verify": "hf,cli",
+    "certify": "hf,cli",
     "doctor": "cli",
     "bench": "server,cli",
     "plot": "demo-tools",

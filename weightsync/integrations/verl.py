@@ -256,7 +256,7 @@ class RolloutReceiver:
     def __init__(self, device: str, apply: ApplyChoice, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._token = secrets.token_urlsafe(32)
-        self._socket = listen(ray.util.get_node_ip_address().strip("[]"), 0)
+        self._socket = listen(node_address(), 0)
         self._loads: deque[Load] = deque()
         self._wake: Callable[[], object] | None = None
         self._server: uvicorn.Server | None = None
@@ -341,6 +341,12 @@ class RolloutReceiver:
                 raise TransferTimeout(f"the trainer began no update within {self._timeout_s:g} s")
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), _LOOK_S)
+
+
+def node_address() -> str:
+    """Return the address of this node, as Ray's other nodes reach it."""
+    address: Any = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
+    return str(address).strip("[]")
 
 
 class Load:

@@ -36,12 +36,20 @@ def held_checksums(model: nn.Module, names: Iterable[str] | None = None) -> dict
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, torch.Tensor]]:
-    """Return each parameter and its layer, by name, in every place where it is used."""
+    """Return each parameter and its layer, by name, in every place where it is used.
+
+    Also buffers, those that are derived (scales, rotary caches) included, where they hold anything.
+    """
+    layers = dict(model.named_modules())
+    held = {
+        (path, name): tensor
+        for path, layer in layers.items()
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items())
+        if tensor is not None and (name in layer._parameters or tensor.numel())
+    }
     return {
-        f"{path}.{name}" if path else name: (layer, parameter)
-        for path, layer in model.named_modules()
-        for name, parameter in layer._parameters.items()
-        if parameter is not None
+        f"{path}.{name}" if path else name: (layers[path], tensor)
+        for (path, name), tensor in held.items()
     }
 
 
