@@ -31,6 +31,7 @@ from weightsync.errors import (
 )
 from weightsync.sender import connect
 from weightsync.transports.factory import TransportFactory
+from weightsync.transports.tokens import token_from_environment
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 PROMPTS = [[(7 * i * i + 13 * j + 5) % 200 + 1 for j in range(3 + 5 * i)] for i in range(6)]
@@ -67,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server at a URL, with its token."""
+    """A server at a URL; `token` None is that of the environment."""
 
     url: str
     token: str | None = None
@@ -109,8 +110,9 @@ class Server:
         """Return the JSON of an answer. Raises RemoteError for an error of the server."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+        token = token_from_environment() if self.token is None else self.token
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         plain = self.url.removeprefix("vllm+").rstrip("/")
         request = urllib.request.Request(f"{plain}/{path}", data, headers)  # noqa: S310  # a user's URL
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
