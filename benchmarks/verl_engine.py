@@ -27,11 +27,6 @@ from weightsync.transports.http import HttpTransport
 
 ROW = 1 << 12
 """Elements of a row: each tensor of the model has 16 MiB."""
-CONFIG = CheckpointEngineConfig(
-    backend="weightsync",
-    custom_backend_module="weightsync.integrations.verl",
-    engine_kwargs={"weightsync": {"apply": "in_place"}},
-)
 
 
 class Trainer(workers.Trainer):
@@ -68,7 +63,8 @@ class Rollout(workers.Rollout):
         super().__init__(rollout_config, model_config)
         self.server_adapter = Adapter(rollout_config, model_config)
         self.copies: dict[str, torch.Tensor] = {}
-        self.plain = RolloutReceiver("cpu", "in_place", 60.0)
+        apply = rollout_config.checkpoint_engine.engine_kwargs["weightsync"]["apply"]
+        self.plain = RolloutReceiver("cpu", apply, 60.0)
         self.plain.receiver.sink.load_weights = self.load
 
     def load(self, pairs: Any) -> None:
@@ -103,16 +99,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--apply", default="auto", choices=["auto", "staged", "in_place"])
     given = parser.parse_args()
+    config = CheckpointEngineConfig(
+        backend="weightsync",
+        custom_backend_module="weightsync.integrations.verl",
+        engine_kwargs={"weightsync": {"apply": given.apply}},
+    )
     ray.init(num_cpus=4, object_store_memory=80 << 20, include_dashboard=False)
     rollout_config = RolloutConfig(
-        name="vllm", tensor_model_parallel_size=1, checkpoint_engine=CONFIG
+        name="vllm", tensor_model_parallel_size=1, checkpoint_engine=config
     )
-    actor = group(Trainer, config=CONFIG, tensors=max(1, given.megabytes >> 4))
+    actor = group(Trainer, config=config, tensors=max(1, given.megabytes >> 4))
     rollout = group(Rollout, rollout_config=rollout_config, model_config=None)
     replica = workers.Replica(0, rollout_config, None)
     replica.workers = rollout.workers
-    manager = CheckpointEngineManager(CONFIG, actor, [replica])
+    manager = CheckpointEngineManager(config, actor, [replica])
     actor.connect(rollout.endpoint()[0])
     seconds: dict[str, list[float]] = {"connect": [], "verl": [], "manager": []}
     for turn in range(given.turns + 2):

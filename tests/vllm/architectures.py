@@ -34,7 +34,9 @@ def _untied(**more: Any) -> dict[str, Any]:
 
 ARCHITECTURES: Mapping[str, Callable[[], Any]] = {
     "Qwen3, tied": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, tie_word_embeddings=True)),
-    "Qwen2 with biases, untied": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_untied())),
+    "Qwen2 with biases, untied": lambda: hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(**_untied(num_attention_heads=2, num_key_value_heads=1))
+    ),
     "Llama, untied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_untied())),
     "Gemma 2, tied": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES)),
     "Qwen3-MoE": lambda: hf.Qwen3MoeForCausalLM(
@@ -43,8 +45,15 @@ ARCHITECTURES: Mapping[str, Callable[[], Any]] = {
     "Mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**_untied(num_local_experts=4, num_experts_per_tok=2))
     ),
-    "Mamba": lambda: hf.MambaForCausalLM(
-        hf.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=320, state_size=16)
+    # The state of a convolution. vLLM on a CPU has no kernel for Mamba's.
+    "LFM2, with state": lambda: hf.Lfm2ForCausalLM(
+        hf.Lfm2Config(
+            **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1},
+            layer_types=["conv", "full_attention"],
+            block_auto_adjust_ff_dim=False,
+            block_dim=64,  # this and the next are in real checkpoints, and vLLM reads them
+            conv_dim=64,
+        )
     ),
 }
 
