@@ -140,6 +140,21 @@ def test_a_trainer_that_fails_leaves_the_workers_unharmed(deployed: Deployment) 
         assert held == digests(3)
 
 
+@pytest.mark.parametrize("deployed", ONE, indirect=True)
+def test_other_tensors_are_an_error_once_and_then_what_is_sent(deployed: Deployment) -> None:
+    deployed.step(1)
+    deployed.step(2)
+    deployed.actor.train(3, lacks="1.bias")
+    with pytest.raises(Exception, match="the source diverges from its manifest"):
+        deployed.manager.update_weights(global_steps=3)
+    for step in (4, 5):
+        deployed.actor.train(step, lacks="1.bias")
+        deployed.manager.update_weights(global_steps=step)
+        wanted = digests(step)
+        del wanted["1.bias"]
+        assert deployed.held()[0][0] == wanted
+
+
 @pytest.mark.parametrize("deployed", [SHAPES[0]], indirect=True)
 def test_a_worker_that_dies_in_the_middle_is_replaced(deployed: Deployment) -> None:
     deployed.step(1)

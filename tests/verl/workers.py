@@ -56,7 +56,7 @@ class Trainer(Worker):  # type: ignore[misc]  # verl has no types here
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.model = make_model(0)
-        self.fails_at = ""
+        self.fails_at = self.lacks = ""
         if sharded:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for layer in self.model.children():
@@ -70,9 +70,9 @@ class Trainer(Worker):  # type: ignore[misc]  # verl has no types here
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def train(self, step: int, fails_at: str = "") -> None:
-        """Make the weights those of `make_model(step)`; `fails_at` names a tensor to fail at."""
-        self.fails_at = fails_at
+    def train(self, step: int, fails_at: str = "", lacks: str = "") -> None:
+        """Make the weights those of `make_model(step)`; fail at a tensor, or leave one out."""
+        self.fails_at, self.lacks = fails_at, lacks
         wanted = make_model(step).state_dict()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -88,6 +88,8 @@ class Trainer(Worker):  # type: ignore[misc]  # verl has no types here
         for name, parameter in self.model.named_parameters():
             if name == self.fails_at:
                 raise RuntimeError("planted: the trainer fails")
+            if name == self.lacks:
+                continue
             gather = getattr(parameter, "full_tensor", None)
             yield name, gather() if gather else parameter.detach()
 
