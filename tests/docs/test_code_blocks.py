@@ -39,7 +39,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/migrating-from-vllm.md", "python"): (4, "tests/docs/test_migrating.py"),
     ("docs/quickstart.md", "console"): (5, "tests/docs/test_quickstart.py"),
     ("docs/quickstart.md", "python"): (2, "tests/docs/test_quickstart.py"),
-    ("docs/seeing.md", "python"): (3, "tests/observe/test_docs_seeing.py"),
+    ("docs/seeing.md", "python"): (7, "tests/observe/test_docs_seeing.py"),
     ("docs/serving.md", "python"): (3, "tests/serve/test_serve.py"),
     ("docs/sglang.md", "python"): (2, "tests/integrations/test_docs_sglang.py"),
     ("docs/sources.md", "python"): (8, "tests/weights/test_docs_sources.py"),
@@ -56,6 +56,10 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("docs/ray.md", "import ray"): "tests/examples/test_ray_example.py runs the same as a program",
     ("docs/vllm.md", "from vllm import LLM"): "vLLM is not here: make test-vllm runs page.py",
     (
+        "docs/vllm.md",
+        "from vllm.distributed.weight_transfer import (",
+    ): "the same: tests/vllm/test_trainer_api.py",
+    (
         "docs/message-queue.md",
         "queue = MessageQueue.create_from_process_group(pg, writer_rank=0)  # every rank calls it",
     ): "several ranks: tests/queues/test_message_group.py",
@@ -70,6 +74,7 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/quickstart.md", "text"): (1, "what the program above it prints"),
     ("docs/scaling.md", "text"): (1, "a formula"),
     ("docs/serving.md", "text"): (2, "a drawing of processes; what a run by hand printed"),
+    ("docs/verl.md", "text"): (1, "what make test-verl printed"),
     ("docs/vllm.md", "text"): (1, "what make test-vllm printed"),
 }
 """What is no code: how many blocks on a page, and what they are."""

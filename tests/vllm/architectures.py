@@ -26,6 +26,16 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# `block_dim` and `conv_dim` are in real checkpoints, and vLLM reads them.
+LFM2 = {
+    **SIZES,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "layer_types": ["conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "block_dim": 64,
+    "conv_dim": 64,
+}
 
 
 def _untied(**more: Any) -> dict[str, Any]:
@@ -46,15 +56,7 @@ ARCHITECTURES: Mapping[str, Callable[[], Any]] = {
         hf.MixtralConfig(**_untied(num_local_experts=4, num_experts_per_tok=2))
     ),
     # The state of a convolution. vLLM on a CPU has no kernel for Mamba's.
-    "LFM2, with state": lambda: hf.Lfm2ForCausalLM(
-        hf.Lfm2Config(
-            **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1},
-            layer_types=["conv", "full_attention"],
-            block_auto_adjust_ff_dim=False,
-            block_dim=64,  # this and the next are in real checkpoints, and vLLM reads them
-            conv_dim=64,
-        )
-    ),
+    "LFM2, with state": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**LFM2)),
 }
 
 
