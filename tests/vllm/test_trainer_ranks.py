@@ -1,0 +1,97 @@
+"""vLLM's trainer API on two ranks that hold different layers, with vLLM's own WeightSource."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer import (
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+
+import weightsync as ws
+from tests.crew import Crew, crew
+from weightsync.integrations.vllm.trainer import WeightsyncTrainerInitInfo
+
+NAMES = [f"model.layers.{layer}.{part}" for layer in range(3) for part in ("up", "down")]
+NAMES = ["model.embed", *NAMES, "lm_head"]
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full((3, i + 1), float(step * 10 + i)) for i, name in enumerate(NAMES)}
+
+
+class Stage(WeightSource):  # type: ignore[misc]  # vLLM has no types here
+    """A stage of a pipeline: the first holds the embedding and a layer, the second the rest."""
+
+    def __init__(self, rank: int) -> None:
+        self.held = [n for n in NAMES if ("embed" in n or "layers.0" in n) == (rank == 0)]
+        self.step, self.passes, self.fails = 0, 0, False
+
+    def metadata(self) -> list[Any]:
+        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in weights(0).items()]
+
+    def held_names(self) -> list[str]:
+        return self.held
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        self.passes += 1
+        made = weights(self.step)
+        for group in self.groups():
+            if self.fails:
+                raise RuntimeError("planted")
+            yield from ((name, made[name] if name in self.held else None) for name in group)
+
+
+def updates(rank: int) -> Any:
+    """Return what rank 0's receiver held after each update, and each rank's iterations."""
+    source, held, right = Stage(rank), dict[str, torch.Tensor](), []
+    receiver = ws.WeightReceiver(lambda pairs: held.update((n, t.clone()) for n, t in pairs))
+    with closing(receiver):
+        engine: Any = WeightTransferTrainerFactory.trainer_init(
+            WeightsyncTrainerInitInfo(rank=rank, to=receiver.handle),
+            client=object(),
+            source=source,
+        )
+        for step in (1, 2, 3):
+            source.step = step
+            report = engine.send_weights()
+            wanted = weights(step)
+            right.append(rank > 0 or all(torch.equal(held[n], t) for n, t in wanted.items()))
+            assert report.version == step
+        source.fails = rank == 1
+        with pytest.raises(ws.WeightSyncError, match="planted"):
+            engine.send_weights()
+        source.fails, source.step = False, 4
+        engine.send_weights()
+        right.append(rank > 0 or torch.equal(held["lm_head"], weights(4)["lm_head"]))
+        engine.shutdown()
+    return right, source.passes
+
+
+def wrong_rank(rank: int) -> str:
+    info = WeightsyncTrainerInitInfo(rank=0)
+    if rank == 0:
+        return ""
+    with pytest.raises(ws.ConfigError) as caught:
+        WeightTransferTrainerFactory.trainer_init(info, client=object(), source=Stage(rank))
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Crew]:
+    with crew(2) as made:
+        yield made
+
+
+def test_ranks_that_hold_different_layers_send_together_and_fail_together(ranks: Crew) -> None:
+    assert ranks.run(updates) == [([True] * 4, 5)] * 2
+
+
+def test_a_second_rank_that_calls_itself_the_first_is_refused(ranks: Crew) -> None:
+    assert "rank 0, and this process is rank 1 of 2" in ranks.run(wrong_rank)[1]
