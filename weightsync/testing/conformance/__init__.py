@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _WORDS = {
     "passed": "yes",
     "xfailed": "**no**",
-    "skipped": "–",
+    "skipped": "-",
     "failed": "**failed**",
     "error": "**error**",
 }

@@ -1,0 +1,30 @@
+"""vLLM's contracts, kept by our engines."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from weightsync.integrations.vllm.trainer import WeightsyncTrainerInitInfo
+from weightsync.testing.conformance.vllm import VllmTrainerContract, VllmWorkerContract
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Ours:
+    """Our engine on both sides."""
+
+    engine: ClassVar[str] = "weightsync"
+
+    @classmethod
+    def init_info(cls, rank: int) -> Any:
+        return WeightsyncTrainerInitInfo(rank=rank, options={"timeout_s": 8.0})
+
+
+class TestOurWorker(Ours, VllmWorkerContract):
+    pass
+
+
+class TestOurTrainer(Ours, VllmTrainerContract):
+    pass

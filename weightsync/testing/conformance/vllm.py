@@ -1,0 +1,497 @@
+"""vLLM's contracts of weight transfer engines: the worker's, and the trainer's.
+
+Both run against a real `vllm serve` of a tiny model with a tied head, whose weights are compared
+with those of a model that vLLM loads from disk.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import requests
+import torch
+import torch.distributed as dist
+
+from weightsync.testing.conformance import Contract
+from weightsync.testing.conformance.vllm_server import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    QUERY,
+    Address,
+    RecordingClient,
+    Server,
+    Tensors,
+    Weights,
+    start_trainer,
+    weights_of,
+    within,
+)
+from weightsync.testing.held import Held
+
+CHILD_S = 120.0
+MIDDLE = "model.layers.1.mlp.up_proj.weight"
+
+
+class PlantedError(Exception):
+    """The error that a test's source raises."""
+
+
+def fail() -> None:
+    """Raise PlantedError."""
+    raise PlantedError
+
+
+class VllmContract(Contract):
+    """What both contracts share. A subclass says how a trainer of its engine is made.
+
+    - `arguments` and `environment` are further ones of `vllm serve`.
+    - `bound_s`: a call whose peer is lost has ended after this time.
+    """
+
+    arguments: ClassVar[Sequence[str]] = ()
+    environment: ClassVar[Mapping[str, str]] = {}
+    bound_s: ClassVar[float] = 20.0
+
+    @classmethod
+    def init_info(cls, rank: int) -> Any:
+        """Return the init info of vLLM's factory for a rank of the trainer."""
+        raise NotImplementedError(f"{cls.__name__} must implement init_info()")
+
+    @pytest.fixture(scope="class")
+    def started(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        """A server for the tests of this class."""
+        folder = tmp_path_factory.mktemp("conformance")
+        server = Server(folder, self.engine, self.arguments, self.environment)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.end()
+
+    @pytest.fixture
+    def server(self, started: Server) -> Server:
+        """That server with the weights of seed 0; started again where a test has harmed it."""
+        try:
+            self.update(started, weights_of(0))
+            assert started.is_whole(weights_of(0))
+        except Exception:  # noqa: BLE001  # whatever the test before has left
+            started.end()
+            started.start()
+        return started
+
+    @classmethod
+    def trainer(cls, server: Address, source: Any, rank: int = 0) -> Any:
+        """Return a trainer engine that is connected with the server."""
+        client = RecordingClient(server.url, cls.bound_s)
+        return within(cls.bound_s, lambda: start_trainer(cls.init_info(rank), client, source))
+
+    @classmethod
+    def send(cls, trainer: Any) -> None:
+        """Send an update, within the bound."""
+        within(cls.bound_s, trainer.send_weights)
+
+    @classmethod
+    @contextmanager
+    def sending(cls, server: Address, tensors: Tensors) -> Iterator[tuple[Any, Weights]]:
+        """Context manager of a trainer and its source."""
+        source = Weights(tensors)
+        trainer = cls.trainer(server, source)
+        try:
+            yield trainer, source
+        finally:
+            with suppress(AssertionError):
+                within(cls.bound_s, trainer.shutdown)
+
+    @classmethod
+    def update(cls, server: Address, tensors: Tensors) -> None:
+        """Send an update by a trainer of its own."""
+        with cls.sending(server, tensors) as (trainer, _):
+            cls.send(trainer)
+
+
+class VllmWorkerContract(VllmContract):
+    """The tests of `WeightTransferEngine`: what a worker does with what it is sent."""
+
+    contract = "vLLM's WeightTransferEngine"
+
+    def test_updates_follow_each_other_bit_for_bit(self, server: Server) -> None:
+        with self.sending(server, weights_of(0)) as (trainer, source):
+            for seed in (1, 2, 3, 0):
+                source.tensors = weights_of(seed)
+                self.send(trainer)
+                assert server.is_whole(weights_of(seed))
+
+    def test_a_tied_head_follows_its_embedding(self, server: Server) -> None:
+        self.update(server, weights_of(1))  # as named_parameters() has it: without the head
+        held = server.held()
+        assert held[HEAD] == held[EMBEDDING]
+
+    def test_a_tied_head_that_is_sent_as_well(self, server: Server) -> None:
+        self._applied_or_refused(server, {**weights_of(1), HEAD: weights_of(1)[EMBEDDING]})
+
+    def test_tensors_that_are_not_contiguous(self, server: Server) -> None:
+        turned = {
+            name: t.t().contiguous().t() if t.dim() == 2 else t for name, t in weights_of(1).items()
+        }
+        assert not turned[QUERY].is_contiguous()
+        self.update(server, turned)
+        assert server.is_whole(weights_of(1))
+
+    def test_part_of_the_model_changes_nothing_else(self, server: Server) -> None:
+        self._applied_or_refused(server, {NORM: weights_of(1)[NORM]})
+
+    def test_part_of_a_fused_layer(self, server: Server) -> None:
+        """VLLM keeps query, key and value in one weight; here the query comes alone."""
+        self._applied_or_refused(server, {QUERY: weights_of(1)[QUERY]})
+
+    def test_another_dtype_is_cast_or_refused(self, server: Server) -> None:
+        self._applied_or_refused(server, {n: t.bfloat16() for n, t in weights_of(1).items()})
+
+    def test_a_wrong_shape_is_refused(self, server: Server) -> None:
+        self._refused(server, {**weights_of(1), MIDDLE: torch.ones(128, 63)})
+
+    def test_an_empty_tensor_is_refused(self, server: Server) -> None:
+        self._refused(server, {**weights_of(1), MIDDLE: torch.ones(0, 64)})
+
+    def test_an_unknown_name_is_refused(self, server: Server) -> None:
+        self._refused(server, {**weights_of(1), "model.layers.7.mlp.up_proj.weight": torch.ones(2)})
+
+    def test_calls_out_of_order_are_refused(self, server: Server) -> None:
+        old = server.held()
+        assert not server.post("update_weights", {"update_info": {}}).ok
+        assert not server.post("finish_weight_update").ok
+        assert server.held() == old
+        self.update(server, weights_of(1))
+        assert server.is_whole(weights_of(1))
+
+    def test_an_update_without_tensors_changes_nothing(self, server: Server) -> None:
+        old = server.held()
+        with self.sending(server, weights_of(1)) as (trainer, _):
+            assert server.post("start_weight_update").ok
+            server.post("finish_weight_update")  # an engine may refuse it
+            server.generate()
+            assert server.held() == old
+            self.send(trainer)
+        assert server.is_whole(weights_of(1))
+
+    def test_unknown_fields_are_refused(self, server: Server) -> None:
+        old = server.held()
+        wrong = {"no_such_field": 1}
+        assert not server.post("init_weight_transfer_engine", {"init_info": wrong}).ok
+        assert server.post("start_weight_update").ok
+        assert not server.post("update_weights", {"update_info": wrong}).ok
+        server.generate()
+        assert server.held() == old
+        self.update(server, weights_of(1))
+        assert server.is_whole(weights_of(1))
+
+    def test_an_update_that_nobody_finishes_ends_with_the_next_trainer(
+        self, server: Server
+    ) -> None:
+        assert server.post("start_weight_update").ok
+        self.update(server, weights_of(1))
+        assert server.is_whole(weights_of(1))
+
+    def test_an_engine_that_was_shut_down_is_opened_again(self, server: Server) -> None:
+        for seed in (1, 2):
+            assert server.post("shutdown_weight_transfer_engine").ok
+            self.update(server, weights_of(seed))
+            assert server.is_whole(weights_of(seed))
+
+    def test_requests_in_flight_are_answered(self, server: Server) -> None:
+        done, failed = threading.Event(), list[Exception]()
+
+        def ask() -> None:
+            while not done.is_set():
+                try:
+                    server.generate()
+                except requests.RequestException as exc:
+                    failed.append(exc)
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        try:
+            with self.sending(server, weights_of(0)) as (trainer, source):
+                for seed in (1, 2, 3):
+                    source.tensors = weights_of(seed)
+                    self.send(trainer)
+        finally:
+            done.set()
+            for thread in asking:
+                thread.join()
+        assert not failed
+        assert server.is_whole(weights_of(3))
+
+    def test_nothing_is_left_of_updates(self, server: Server) -> None:
+        for _ in range(2):
+            self.update(server, weights_of(1))
+        before, names = server.resources(), Held.now()
+        for _ in range(4):
+            with self.sending(server, weights_of(0)) as (trainer, source):
+                for seed in (1, 2, 3):
+                    source.tensors = weights_of(seed)
+                    self.send(trainer)
+        after = server.resources()
+        assert {
+            name: after[name] - before[name] for name in after if after[name] > before[name]
+        } == {}
+        assert Held.now().since(names)["shm"] == []
+
+    def _applied_or_refused(self, server: Server, tensors: Tensors) -> None:
+        """Send tensors that an engine may refuse; whatever it does, it does as a whole."""
+        wanted = {**weights_of(0), **tensors}
+        try:
+            self.update(server, tensors)
+        except AssertionError:
+            raise
+        except Exception:  # noqa: BLE001  # of the engine's own kind
+            wanted = weights_of(0)
+        assert server.is_whole(wanted)
+
+    def _refused(self, server: Server, tensors: Tensors) -> None:
+        """Send tensors that must be refused; the former weights stay, and updates go on."""
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # of the engine's own kind
+            self.update(server, tensors)
+        assert not isinstance(caught.value, AssertionError), caught.value
+        assert server.is_whole(weights_of(0))
+        self.update(server, weights_of(2))
+        assert server.is_whole(weights_of(2))
+
+
+class VllmTrainerContract(VllmContract):
+    """The tests of `TrainerWeightTransferEngine`, with vLLM's client for HTTP."""
+
+    contract = "vLLM's TrainerWeightTransferEngine"
+
+    def test_the_source_is_iterated_anew_and_to_its_end(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            for count in (1, 2, 3):
+                self.send(trainer)
+                assert (source.begun, source.ended) == (count, count)
+
+    def test_the_weights_are_in_use_on_return(self, server: Server) -> None:
+        with self.sending(server, weights_of(0)) as (trainer, source):
+            for seed in (1, 2, 3):
+                source.tensors = weights_of(seed)
+                self.send(trainer)
+                held = server.held()
+                assert held == server.wanted(weights_of(seed))
+                server.generate()
+
+    def test_calls_of_the_client_are_in_order(self, server: Server) -> None:
+        """An engine with a control plane of its own calls nothing."""
+        with self.sending(server, weights_of(1)) as (trainer, _):
+            for _ in range(2):
+                self.send(trainer)
+            calls = " ".join(trainer.client.calls)
+        update = "( start_weight_update( update_weights)+ finish_weight_update)"
+        assert re.fullmatch(f"|init_weight_transfer_engine{update}{{2}}", calls), calls
+
+    def test_an_error_of_the_source_is_raised(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            source.acts[MIDDLE] = fail
+            with pytest.raises(PlantedError):
+                self.send(trainer)
+
+    def test_a_source_that_fails_leaves_the_former_weights(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            source.acts[MIDDLE] = fail
+            with pytest.raises(PlantedError):
+                self.send(trainer)
+            within(self.bound_s, server.generate)
+            assert server.is_whole(weights_of(0))
+
+    def test_the_update_after_one_that_failed(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            source.acts[MIDDLE] = fail
+            with pytest.raises(PlantedError):
+                self.send(trainer)
+            source.acts.clear()
+            self.send(trainer)
+            assert server.is_whole(weights_of(1))
+
+    def test_a_refusal_of_the_server_is_raised(self, server: Server) -> None:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # of the engine's own kind
+            self.update(server, {**weights_of(1), MIDDLE: torch.ones(128, 63)})
+        assert not isinstance(caught.value, AssertionError), caught.value
+
+    def test_a_tensor_that_the_source_leaves_out_is_an_error(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            described = source.metadata()
+            source.metadata = lambda: described  # type: ignore[method-assign]
+            del source.tensors[MIDDLE]
+            with pytest.raises(Exception) as caught:  # noqa: PT011  # of the engine's own kind
+                self.send(trainer)
+        assert not isinstance(caught.value, AssertionError), caught.value
+
+    def test_a_second_trainer_after_the_first(self, server: Server) -> None:
+        for seed in (1, 2):
+            with self.sending(server, weights_of(seed)) as (trainer, _):
+                self.send(trainer)
+                trainer.shutdown()
+                trainer.shutdown()
+            assert server.is_whole(weights_of(seed))
+
+    def test_two_ranks_send_together(self, server: Server) -> None:
+        answers = run_ranks(type(self), server)
+        assert [answer["ended"] for answer in answers] == [[1, 2, 3]] * 2
+        assert answers[1]["calls"] == []
+        assert server.is_whole(weights_of(3))
+
+    def test_an_error_on_the_second_rank_ends_the_first(self, server: Server) -> None:
+        answers = run_ranks(type(self), server, failing=1)
+        assert "PlantedError" in answers[1]["error"]
+        assert answers[0]["error"]
+        self.update(server, weights_of(2))
+        assert server.is_whole(weights_of(2))
+
+    @pytest.mark.parametrize("phase", ["connected", "first tensor", "middle", "sent"])
+    def test_a_trainer_is_killed(self, server: Server, phase: str) -> None:
+        kill_trainer(type(self), server, phase)
+        within(self.bound_s, server.generate)
+        assert server.held() in [server.wanted(weights_of(seed)) for seed in (0, 1)]
+        self.update(server, weights_of(2))
+        assert server.is_whole(weights_of(2))
+
+    def test_a_server_is_killed_and_started_again(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            source.acts[MIDDLE] = server.end
+            with pytest.raises(Exception) as caught:  # noqa: PT011  # of the engine's own kind
+                self.send(trainer)
+            assert not isinstance(caught.value, AssertionError), caught.value
+        server.start()
+        self.update(server, weights_of(2))
+        assert server.is_whole(weights_of(2))
+
+    def test_a_server_that_stands_still_is_an_error(self, server: Server) -> None:
+        with self.sending(server, weights_of(1)) as (trainer, source):
+            source.acts[MIDDLE] = partial(server.signal, signal.SIGSTOP)
+            try:
+                with pytest.raises(Exception) as caught:  # noqa: PT011  # as above
+                    self.send(trainer)
+            finally:
+                server.signal(signal.SIGCONT)
+            assert not isinstance(caught.value, AssertionError), caught.value
+
+    def test_nothing_is_left_in_the_trainer(self, server: Server) -> None:
+        grown = run_child(leftovers, type(self), Address(server.url))
+        assert grown == {"shm": [], "fds": 0, "threads": 0}
+
+
+# Child processes. They import the test's class by the name of its module.
+
+Kind = type[VllmContract]
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def run_child(work: Callable[..., Any], *args: Any) -> Any:
+    """Return what `work` returns in a process of its own."""
+    ours, theirs = _SPAWN.Pipe()
+    child = _SPAWN.Process(target=_report, args=(work, theirs, args), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(CHILD_S), "the child process sent nothing"
+        return ours.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def _report(work: Callable[..., Any], pipe: Any, args: Sequence[Any]) -> None:
+    pipe.send(work(*args))
+
+
+def kill_trainer(kind: Kind, server: Server, phase: str) -> None:
+    """Have a trainer that sends the weights of seed 1 killed at a phase."""
+    child = _SPAWN.Process(target=_die, args=(kind, Address(server.url), phase), daemon=True)
+    child.start()
+    child.join(CHILD_S)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    assert code == -signal.SIGKILL, f"the trainer ended with {code}"
+
+
+def _die(kind: Kind, server: Address, phase: str) -> None:
+    die = partial(os.kill, os.getpid(), signal.SIGKILL)
+    source = Weights(weights_of(1))
+    at = {"first tensor": EMBEDDING, "middle": MIDDLE}.get(phase)
+    if at is not None:
+        source.acts[at] = die
+    trainer = kind.trainer(server, source)
+    if phase == "sent":
+        trainer.send_weights()
+    if phase in ("connected", "sent"):
+        die()
+    trainer.send_weights()
+
+
+def run_ranks(kind: Kind, server: Server, failing: int | None = None) -> list[dict[str, Any]]:
+    """Return what each of two ranks saw in three updates; `failing` fails in the second one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        answers[rank] = run_child(
+            _as_rank, kind, Address(server.url), store.port, rank, rank == failing
+        )
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answers), "a rank sent nothing"
+    return answers
+
+
+def _as_rank(kind: Kind, server: Address, port: int, rank: int, fails: bool) -> dict[str, Any]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    source = Weights(weights_of(0))
+    trainer = kind.trainer(server, source, rank)
+    ended = []
+    error = ""
+    began = time.monotonic()
+    for seed in (1, 2, 3):
+        source.tensors = weights_of(seed)
+        if fails and seed == 2:
+            source.acts[MIDDLE] = fail
+        try:
+            kind.send(trainer)
+        except BaseException as exc:  # noqa: BLE001  # sent to the test
+            error = repr(exc) if time.monotonic() - began < 2 * kind.bound_s else ""
+            break
+        ended.append(source.ended)
+    return {"ended": ended, "calls": trainer.client.calls, "error": error}
+
+
+def leftovers(kind: Kind, server: Address) -> dict[str, object]:
+    """Return what a trainer's process holds more of after ten more connections."""
+
+    def connect() -> None:
+        with kind.sending(server, weights_of(0)) as (trainer, source):
+            for seed in (1, 2, 3):
+                source.tensors = weights_of(seed)
+                kind.send(trainer)
+
+    for _ in range(3):
+        connect()
+    before = Held.now()
+    for _ in range(10):
+        connect()
+    grown = Held.now().since(before)
+    return {name: grown[name] for name in ("shm", "fds", "threads")}

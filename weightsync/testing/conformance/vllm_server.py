@@ -1,0 +1,235 @@
+"""A real `vllm serve` of a tiny model with an engine, and sources of weights for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+
+READY_S = 240.0
+ANSWER_S = 30.0
+_VOCABULARY = 32_768
+_CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+QUERY, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    """Return the model's weights in float32, an embedding of 8 MiB among them."""
+    with torch.device("meta"):
+        shapes = Qwen3ForCausalLM(Qwen3Config(**_CONFIG)).named_parameters()
+    made = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=made) * 0.1 + (tensor.dim() == 1)
+        for name, tensor in shapes
+    }
+
+
+class Weights(WeightSource):  # type: ignore[misc]  # vLLM has no types here
+    """A source that yields a new copy of each tensor; `acts` are called before a tensor."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = dict(tensors)
+        self.acts: dict[str, Callable[[], object]] = {}
+        self.begun = self.ended = 0
+
+    def metadata(self) -> list[Any]:
+        """Return name, dtype and shape of every tensor."""
+        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.begun += 1
+        for name, tensor in self.tensors.items():
+            self.acts.get(name, lambda: None)()
+            # Not of `clone`: a tensor that is not contiguous has to stay so.
+            yield (
+                name,
+                torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
+                    tensor
+                ),
+            )
+        self.ended += 1
+
+
+class RecordingClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # as above
+    """vLLM's client, with a list of its calls."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        super().__init__(url, timeout=timeout_s)
+        self.calls: list[str] = []
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        self.calls.append(path)
+        super()._post(path, json)
+
+
+def within(bound_s: float, work: Callable[[], Any]) -> Any:
+    """Return what `work` returns, or raise its error; fail if neither comes in time."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append((work(), None))
+        except BaseException as exc:  # noqa: BLE001  # raised below
+            ended.append((None, exc))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(bound_s)
+    assert ended, f"it still waits after {bound_s:g} s"
+    result, error = ended[0]
+    if error is not None:
+        raise error
+    return result
+
+
+@dataclass
+class Address:
+    """What the process of a trainer needs of a server."""
+
+    url: str
+
+
+class Server(Address):
+    """A server in a process of its own, at one URL however often it is started."""
+
+    def __init__(
+        self, folder: Path, engine: str, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        super().__init__(f"http://127.0.0.1:{port}")
+        self._checkpoint = self._save("started", weights_of(0))
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"),
+            *("--model", str(self._checkpoint), "--served-model-name", "tiny"),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+            *("--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
+            *("--weight-transfer-config", f'{{"backend":"{engine}"}}'),
+            *("--worker-extension-cls", "weightsync.testing.conformance.vllm_probe.Probe"),
+            *arguments,
+        ]
+        self._environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
+        self._environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        log = self._folder / "server.log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with suppress(requests.ConnectionError):
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return
+            time.sleep(0.3)
+        raise RuntimeError(f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all its processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
+    def end(self) -> None:
+        """Kill all its processes."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
+            self._process.wait(READY_S)
+            self._process = None
+
+    def post(self, path: str, body: Any = None) -> requests.Response:
+        """Call an endpoint."""
+        return requests.post(f"{self.url}/{path}", json=body, timeout=ANSWER_S)
+
+    def held(self) -> dict[str, str]:
+        """Return the fingerprints of all that its model consists of."""
+        return self._ask("conformance_held")
+
+    def wanted(self, tensors: Tensors) -> dict[str, str]:
+        """Return those of a model that vLLM loads from a checkpoint of these tensors."""
+        return self._ask("conformance_wanted", str(self._save("wanted", tensors)))
+
+    def resources(self) -> dict[str, int]:
+        """Return how many descriptors and threads its worker has."""
+        return self._ask("conformance_resources")
+
+    def generate(self) -> None:
+        """Generate a few tokens, or raise."""
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+        self.post("v1/completions", body).raise_for_status()
+
+    def is_whole(self, tensors: Tensors) -> bool:
+        """Whether it generates with these weights."""
+        self.generate()
+        return self.held() == self.wanted(tensors)
+
+    def _ask(self, method: str, *args: str) -> dict[str, Any]:
+        answer = self.post("collective_rpc", {"method": method, "args": args})
+        answer.raise_for_status()
+        (result,) = answer.json()["results"]
+        return dict(result)
+
+    def _save(self, name: str, tensors: Tensors) -> Path:
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        config = Qwen3Config(**_CONFIG, architectures=["Qwen3ForCausalLM"])
+        config.dtype = torch.float32
+        config.save_pretrained(folder)
+        kept = {n: t.float().contiguous() for n, t in tensors.items() if n != HEAD}
+        save_file(kept, folder / "model.safetensors")
+        if not (folder / "tokenizer.json").exists():
+            words = Tokenizer(models.WordLevel({str(i): i for i in range(_VOCABULARY)}, "0"))
+            PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no type
+                tokenizer_object=words
+            ).save_pretrained(folder)
+        return folder
+
+
+def start_trainer(init_info: Any, client: Any, source: WeightSource) -> Any:
+    """Return a trainer engine, by vLLM's factory."""
+    return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
