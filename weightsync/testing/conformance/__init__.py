@@ -26,6 +26,7 @@ class Contract:
     """Tests that every engine of an interface has to pass. A subclass, called Test…, is collected.
 
     - `engine`: its name, by which it is registered with vLLM or verl.
+    - `label`: what the table calls it, where one engine is tried in several ways.
     - `broken`: the tests that it is known to fail, each with the reason. They are run, and one that
       passes is an error.
     - `without`: the tests of something that it does not have, each with the reason. They are not
@@ -34,6 +35,7 @@ class Contract:
 
     contract: ClassVar[str]
     engine: ClassVar[str]
+    label: ClassVar[str] = ""
     broken: ClassVar[Mapping[str, str]] = {}
     without: ClassVar[Mapping[str, str]] = {}
 
@@ -52,7 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=kind.without[test]))
         elif test in kind.broken:
             item.add_marker(pytest.mark.xfail(reason=kind.broken[test], strict=True))
-        item.user_properties.append(("conformance", [kind.contract, kind.engine, test]))
+        item.user_properties.append(
+            ("conformance", [kind.contract, kind.label or kind.engine, test])
+        )
 
 
 _WORDS = {

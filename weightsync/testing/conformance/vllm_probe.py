@@ -11,8 +11,6 @@ from vllm.model_executor.model_loader import get_model
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.testing.held import Held
 
-PROBE = f"{__name__}.Probe"
-
 
 class Probe:
     """Methods that vLLM adds to its worker. `collective_rpc` calls them."""

@@ -41,18 +41,28 @@ _CONFIG: dict[str, Any] = {
     "head_dim": 32,
     "vocab_size": _VOCABULARY,
     "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
     "bos_token_id": None,
     "eos_token_id": None,
 }
+
+
+def _config(*, tied: bool) -> Any:
+    return Qwen3Config(
+        **_CONFIG,
+        tie_word_embeddings=tied,
+        architectures=["Qwen3ForCausalLM"],
+        dtype=torch.float32,
+    )
+
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUERY, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
 
 
 def weights_of(seed: int) -> dict[str, torch.Tensor]:
-    """Return the model's weights in float32, an embedding of 8 MiB among them."""
+    """Return the model's weights in float32; embedding and head have 8 MiB each."""
     with torch.device("meta"):
-        shapes = Qwen3ForCausalLM(Qwen3Config(**_CONFIG)).named_parameters()
+        shapes = Qwen3ForCausalLM(_config(tied=False)).named_parameters()
     made = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(tensor.shape, generator=made) * 0.1 + (tensor.dim() == 1)
@@ -129,13 +139,21 @@ class Server(Address):
     """A server in a process of its own, at one URL however often it is started."""
 
     def __init__(
-        self, folder: Path, engine: str, arguments: Sequence[str], environment: Mapping[str, str]
+        self,
+        folder: Path,
+        engine: str,
+        probe: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        tied: bool = False,
     ) -> None:
         self._folder = folder
+        self._tied = tied
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
         self._checkpoint = self._save("started", weights_of(0))
         self._command = [
@@ -144,7 +162,7 @@ class Server(Address):
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
             *("--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
             *("--weight-transfer-config", f'{{"backend":"{engine}"}}'),
-            *("--worker-extension-cls", "weightsync.testing.conformance.vllm_probe.Probe"),
+            *("--worker-extension-cls", probe),
             *arguments,
         ]
         self._environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
@@ -203,10 +221,12 @@ class Server(Address):
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
         self.post("v1/completions", body).raise_for_status()
 
-    def is_whole(self, tensors: Tensors) -> bool:
-        """Whether it generates with these weights."""
+    def differences(self, tensors: Tensors) -> list[str]:
+        """Generate, and return the names of what differs from these weights."""
         self.generate()
-        return self.held() == self.wanted(tensors)
+        held, wanted = self.held(), self.wanted(tensors)
+        assert held.keys() == wanted.keys()
+        return [name for name in held if held[name] != wanted[name]]
 
     def _ask(self, method: str, *args: str) -> dict[str, Any]:
         answer = self.post("collective_rpc", {"method": method, "args": args})
@@ -217,10 +237,10 @@ class Server(Address):
     def _save(self, name: str, tensors: Tensors) -> Path:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        config = Qwen3Config(**_CONFIG, architectures=["Qwen3ForCausalLM"])
-        config.dtype = torch.float32
-        config.save_pretrained(folder)
-        kept = {n: t.float().contiguous() for n, t in tensors.items() if n != HEAD}
+        _config(tied=self._tied).save_pretrained(folder)
+        kept = {n: t.float().contiguous() for n, t in tensors.items()}
+        if self._tied:
+            kept.pop(HEAD, None)
         save_file(kept, folder / "model.safetensors")
         if not (folder / "tokenizer.json").exists():
             words = Tokenizer(models.WordLevel({str(i): i for i in range(_VOCABULARY)}, "0"))
