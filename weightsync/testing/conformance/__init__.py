@@ -14,7 +14,7 @@ a table in Markdown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -42,7 +42,7 @@ class Contract:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that an engine is known to fail, and note whose each one is."""
-    for item in items:
+    for number, item in enumerate(items):
         kind = getattr(item, "cls", None)
         if not (isinstance(item, pytest.Function) and kind and issubclass(kind, Contract)):
             continue
@@ -55,38 +55,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif test in kind.broken:
             item.add_marker(pytest.mark.xfail(reason=kind.broken[test], strict=True))
         item.user_properties.append(
-            ("conformance", [kind.contract, kind.label or kind.engine, test])
+            ("conformance", [number, kind.contract, kind.label or kind.engine, test])
         )
 
 
-_WORDS = {
-    "passed": "yes",
-    "xfailed": "**no**",
-    "skipped": "-",
-    "failed": "**failed**",
-    "error": "**error**",
-}
+_WORDS = (  # from the best to the worst
+    ("passed", "yes"),
+    ("xfailed", "**no**"),
+    ("skipped", "-"),
+    ("failed", "**failed**"),
+    ("error", "**error**"),
+)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print a table per contract."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for outcome, word in _WORDS.items():  # the worst of a test's parameters is the last
-        for contract, engine, test in _named(terminalreporter.stats.get(outcome, ())):
-            found.setdefault(contract, {}).setdefault(engine, {})[test] = word
-    for contract, engines in found.items():
+    tried = sorted(
+        (value, worse)
+        for worse, (outcome, _) in enumerate(_WORDS)
+        for report in terminalreporter.stats.get(outcome, ())
+        for name, value in getattr(report, "user_properties", ())
+        if name == "conformance"
+    )
+    contracts: dict[str, dict[str, dict[str, int]]] = {}
+    for (_, contract, engine, test), outcome in tried:
+        row = contracts.setdefault(contract, {}).setdefault(test, {})
+        row[engine] = max(outcome, row.get(engine, 0))  # of a test with parameters, the worst
+    for contract, rows in contracts.items():
+        engines = list(dict.fromkeys(engine for row in rows.values() for engine in row))
         terminalreporter.section(f"conformance: {contract}")
-        tests = dict.fromkeys(test for words in engines.values() for test in words)
         terminalreporter.line(f"| {contract} | {' | '.join(f'`{e}`' for e in engines)} |")
         terminalreporter.line(f"|---|{'---|' * len(engines)}")
-        for test in tests:
-            words = (of_engine.get(test, "") for of_engine in engines.values())
+        for test, row in rows.items():
             said = test.removeprefix("test_").replace("_", " ")
+            words = (_WORDS[row[e]][1] if e in row else "" for e in engines)
             terminalreporter.line(f"| {said} | {' | '.join(words)} |")
-
-
-def _named(reports: Any) -> Iterator[list[str]]:
-    for report in reports:
-        for name, value in getattr(report, "user_properties", ()):
-            if name == "conformance":
-                yield value
