@@ -23,6 +23,7 @@ class OnCpu:
     """What vLLM's own engines need in place of CUDA."""
 
     probe: ClassVar[str] = "tests.vllm.probe_on_cpu.ProbeOnCpu"
+    caller_pauses: ClassVar[bool] = True
     environment: ClassVar[Mapping[str, str]] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 

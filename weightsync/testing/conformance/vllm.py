@@ -67,12 +67,14 @@ class VllmContract(Contract):
     - `probe` is its worker extension, by name; a subclass of Probe may be of your own.
     - `bound_s`: a call whose peer is lost has ended after this time. vLLM's client waits for an
       answer for half of it.
+    - `caller_pauses`: the caller of `send_weights` has to pause generation, and to resume it.
     """
 
     arguments: ClassVar[Sequence[str]] = ()
     environment: ClassVar[Mapping[str, str]] = {}
     probe: ClassVar[str] = "weightsync.testing.conformance.vllm_probe.Probe"
     bound_s: ClassVar[float] = 20.0
+    caller_pauses: ClassVar[bool] = False
 
     @classmethod
     def init_info(cls, rank: int) -> Any:
@@ -249,7 +251,11 @@ class VllmWorkerContract(VllmContract):
             with self.sending(server, weights_of(0)) as (trainer, source):
                 for seed in (1, 2, 3):
                     source.tensors = weights_of(seed)
+                    if self.caller_pauses:
+                        assert server.post("pause?mode=keep").ok
                     self.send(trainer)
+                    if self.caller_pauses:
+                        assert server.post("resume").ok
         finally:
             done.set()
             for thread in asking:
