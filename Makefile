@@ -22,7 +22,7 @@ VERL_BIN := .venv-verl/bin
 VERL_STAMP := .venv-verl/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm test-verl lint format types docs demo bench bench-check bench-commit clean
+.PHONY: help venv test soak test-gpu test-vllm test-verl conformance lint format types docs demo bench bench-check bench-commit clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
@@ -77,7 +77,14 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
 # pytest's warnings are errors for our own code; vLLM's are its own.
 test-vllm: $(VLLM_STAMP)
 	WEIGHTSYNC_TEST_VLLM=1 $(ONE_THREAD) $(VLLM_BIN)/python -m pytest tests/vllm \
+		-p weightsync.testing.conformance \
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
+
+# Our engines and those of vLLM, whose servers are started anew after each failure.
+conformance: $(VLLM_STAMP)
+	WEIGHTSYNC_TEST_VLLM=1 $(ONE_THREAD) $(VLLM_BIN)/python -m pytest tests/vllm/test_conformance.py \
+		tests/vllm/conformance_of_vllm.py -p weightsync.testing.conformance \
+		-o filterwarnings=default --disable-warnings --show-capture=no -rx $(ARGS)
 
 # verl installs its own tests as the package `tests`, which is the name of ours.
 $(VERL_STAMP): pyproject.toml tests/verl/requirements.txt

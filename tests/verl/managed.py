@@ -124,7 +124,7 @@ def test_an_adapter_that_fails_is_an_error_and_the_next_step_is_whole(
     assert time.monotonic() - began < 2 * TIMEOUT_S
     deployed.rollout.plant()
     deployed.step(3)
-    assert deployed.held()[0][0] == digests(3)
+    assert deployed.held() == [(digests(3), [1, 3])]
 
 
 @pytest.mark.parametrize("deployed", [SHAPES[0], SHAPES[1]], indirect=True)
@@ -136,8 +136,9 @@ def test_a_trainer_that_fails_leaves_the_workers_unharmed(deployed: Deployment) 
         deployed.manager.update_weights(global_steps=2)
     assert time.monotonic() - began < 2 * TIMEOUT_S
     deployed.step(3)
-    for held, _ in deployed.held():
+    for held, steps in deployed.held():
         assert held == digests(3)
+        assert steps == [1, 3]
 
 
 @pytest.mark.parametrize("deployed", ONE, indirect=True)
@@ -152,7 +153,7 @@ def test_other_tensors_are_an_error_once_and_then_what_is_sent(deployed: Deploym
         deployed.manager.update_weights(global_steps=step)
         wanted = digests(step)
         del wanted["1.bias"]
-        assert deployed.held()[0][0] == wanted
+        assert deployed.held() == [(wanted, [1, 2, *range(4, step + 1)])]
 
 
 @pytest.mark.parametrize("deployed", [SHAPES[0]], indirect=True)
@@ -169,8 +170,9 @@ def test_a_worker_that_dies_in_the_middle_is_replaced(deployed: Deployment) -> N
     deployed.manager.add_replicas(deployed._replicas(deployed.rollout))
     for step in (3, 4):
         deployed.step(step)
-        for held, _ in deployed.held():
+        for held, steps in deployed.held():
             assert held == digests(step)
+            assert steps == list(range(3, step + 1))
     for worker in former.workers:
         ray.kill(worker)
 
@@ -180,13 +182,6 @@ def test_verls_naive_engine_gives_the_same_tensors(deployed: Deployment) -> None
     deployed.step(1)
     (naive, *_) = deployed.actor.held_by_naive()
     assert [held for held, _ in deployed.held()] == [naive, naive]
-
-
-def test_an_option_that_there_is_not_is_named() -> None:
-    from weightsync.integrations.verl import WeightsyncCheckpointEngine
-
-    with pytest.raises(ValueError, match=r"engine_kwargs\.weightsync has no paked"):
-        WeightsyncCheckpointEngine(1 << 20, paked=True)
 
 
 if __name__ == "__main__":

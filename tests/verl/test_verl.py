@@ -16,7 +16,7 @@ def test_verls_manager_moves_weights_by_our_engine() -> None:
     options = ("-v", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-o", "timeout=300")
     said = sandbox.run("-m", "pytest", *options, HERE / "managed.py", timeout_s=860)
     print(*(line for line in said.splitlines() if "PASSED" in line or " passed" in line), sep="\n")
-    assert "11 passed" in said, said[-5000:]
+    assert "10 passed" in said, said[-5000:]
 
 
 @pytest.mark.timeout(300)

@@ -14,19 +14,16 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-import ray
+import msgspec
 import torch
 import torch.distributed as dist
-import uvicorn
-from fastapi import FastAPI
 
-from weightsync.backends.registry import BackendChoice
+from weightsync.backends.registry import choose_backends
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -37,19 +34,25 @@ from weightsync.errors import (
 )
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
-from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
-from weightsync.server.listening import listen, url_of
-from weightsync.server.router import weight_router
+from weightsync.sender import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, WeightSender, connect
 from weightsync.specs import Manifest
 from weightsync.transports.http import HttpTransport
+from weightsync.update.coordinator import OnFailure
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.weights.sink import HookSink, LoadWeights
+from weightsync.wire.messages import OpenUpdate
 
 try:
+    import ray
+    import uvicorn
+    from fastapi import FastAPI
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+    from weightsync.server.listening import listen, url_of
+    from weightsync.server.router import weight_router
 except ImportError as exc:
     raise BackendUnavailableError(
-        f"this needs a verl with checkpoint engines ({exc}); 0.9.1 is tested"
+        f"this needs weightsync[server] and a verl with checkpoint engines, 0.9.1 ({exc})"
     ) from exc
 
 BACKEND = "weightsync"
@@ -74,26 +77,10 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
       has one.
     """
 
-    def __init__(
-        self,
-        bucket_size: int,
-        is_master: bool = False,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        apply: ApplyChoice = "auto",
-        device: str | None = None,
-        transfer_backend: BackendChoice = "auto",
-        **options: Any,
-    ) -> None:
-        unknown = sorted(options.keys() - {"packed", "verify", "on_failure"})
-        if unknown:
-            raise ConfigError(f"engine_kwargs.weightsync has no {', '.join(unknown)}")
+    def __init__(self, bucket_size: int, is_master: bool = False, **options: Any) -> None:
         self.report: SyncReport | None = None
         self._bucket_nbytes = bucket_size
-        self._timeout_s = timeout_s
-        self._apply = apply
-        self._device = device
-        self._options = {**options, "backend": transfer_backend, "timeout_s": timeout_s}
+        self._options = options_of(options)
         self._rollout: RolloutReceiver | None = None
         self._sends = False
         self._targets: Sequence[Endpoint] = ()
@@ -108,8 +95,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         if self._sends:
             return {}
         if self._rollout is None:
-            device = self._device or ("cuda" if torch.cuda.is_available() else "cpu")
-            self._rollout = RolloutReceiver(device, self._apply, self._timeout_s)
+            self._rollout = RolloutReceiver(self._options)
         return self._rollout.endpoint
 
     @classmethod
@@ -148,8 +134,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         Every rank of the trainer calls it, and yields the same tensors. Returns the figures of
         `SyncReport.metrics`. Raises the errors of `WeightSender.send_weights`.
         """
-        label = None if global_steps is None else f"step-{global_steps}"
-        self.report = self._send(iter(weights), label)
+        self.report = self._send(iter(weights), label_of(global_steps))
         return self.report.metrics()
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
@@ -161,7 +146,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         """
         if self._rollout is None:
             raise ProtocolError("verl has to call init_process_group() before receive_weights()")
-        return self._rollout.tensors()
+        return self._rollout.tensors(label_of(global_steps))
 
     def finalize(self) -> None:
         """Do nothing: buffers and connection are used again by the next step."""
@@ -201,7 +186,44 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
     def _connect(self, source: object) -> WeightSender:
         leads = not dist.is_initialized() or dist.get_rank() == 0
         targets = [HttpTransport(t["url"], t["token"]) for t in self._targets] if leads else ()
-        return connect(source, targets, **self._options)
+        options = self._options
+        return connect(
+            source,
+            targets,
+            backend=options.transfer_backend,
+            packed=options.packed,
+            verify=options.verify,
+            on_failure=options.on_failure,
+            timeout_s=options.timeout_s,
+        )
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of the engine, as its docstring lists them."""
+
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
+    apply: ApplyChoice = "auto"
+    device: str | None = None
+    packed: bool | None = None
+    verify: bool = True
+    on_failure: OnFailure = "abort"
+    transfer_backend: str = "auto"
+
+
+def options_of(given: Mapping[str, object]) -> Options:
+    """Check `engine_kwargs.weightsync`. Raises ConfigError."""
+    try:
+        options = msgspec.convert(given, Options)
+        torch.device(options.device or "cpu")
+        choose_backends(options.transfer_backend)
+    except (msgspec.ValidationError, RuntimeError, ConfigError) as exc:
+        raise ConfigError(f"engine_kwargs.weightsync: {exc}") from exc
+    return options
+
+
+def label_of(global_steps: int | None) -> str | None:
+    """Return the label of a step's weights, by which a rollout worker knows them."""
+    return None if global_steps is None else f"step-{global_steps}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +251,22 @@ class GeneratedSource:
         return given
 
 
-def parts_of(given: Iterator[NamedTensor], nbytes: int) -> Iterator[list[NamedTensor]]:
-    """Yield lists of consecutive tensors of at least `nbytes` together, and the rest."""
+def parts_of(given: Iterator[tuple[object, object]], nbytes: int) -> Iterator[list[NamedTensor]]:
+    """Yield copies of consecutive tensors, at least `nbytes` at a time, and the rest.
+
+    A generator may use one buffer for all of its tensors. Raises ConfigError for a name that comes
+    twice, and for what is no tensor.
+    """
     part: list[NamedTensor] = []
     held = 0
+    seen: set[str] = set()
     for name, tensor in given:
-        part.append((name, tensor.detach()))
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"verl gave {name!r} with a {type(tensor).__name__}")
+        if name in seen:
+            raise ConfigError(f"verl gave {name} twice")
+        seen.add(name)
+        part.append((name, tensor.detach().clone()))
         held += tensor.nbytes
         if held >= nbytes:
             yield part
@@ -250,21 +282,23 @@ class RolloutReceiver:
     """The receiver of one rollout worker, with an HTTP endpoint on this node's address.
 
     A thread of the server loads tensors; `tensors` yields them in the worker's event loop. The
-    thread waits until the consumer has asked for the next tensor after its last one.
+    thread waits until the consumer has asked for the next tensor after its last one. Weights go to
+    the consumer that called last, and for one update: never to one that a failed step has left.
     """
 
-    def __init__(self, device: str, apply: ApplyChoice, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, options: Options) -> None:
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._timeout_s = options.timeout_s
         self._token = secrets.token_urlsafe(32)
         self._socket = listen(node_address(), 0)
-        self._loads: deque[Load] = deque()
-        self._wake: Callable[[], object] | None = None
+        self._turn: Turn | None = None
+        self._offered: Load | None = None
         self._server: uvicorn.Server | None = None
         self.receiver = WeightReceiver(
             LendingSink(self._load, device),
-            apply=apply,
+            apply=options.apply,
             on_release=self._notify,
-            lease_s=timeout_s,
+            lease_s=options.timeout_s,
         )
 
     @property
@@ -283,64 +317,80 @@ class RolloutReceiver:
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
         ).start()
 
-    async def tensors(self) -> AsyncIterator[NamedTensor]:
-        """Yield the tensors of the next update, as `receive_weights` says."""
-        before = self.receiver.version
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        self._wake = partial(loop.call_soon_threadsafe, changed.set)
-        try:
-            while (load := await self._next(before, changed)) is not None:
-                while load.pairs:
-                    load.asked = time.monotonic()
-                    yield load.pairs.popleft()
-                load.done.set()
-        finally:
-            self._wake = None
+    def tensors(self, label: str | None) -> AsyncIterator[NamedTensor]:
+        """Yield the tensors of the next update with this label, as `receive_weights` says.
+
+        A former call ends with this one: its consumer takes nothing more.
+        """
+        turn = Turn(label, self.receiver.version)
+        former, self._turn = self._turn, turn
+        if former is not None:
+            former.end()
+        return self._tensors(turn)
 
     def close(self) -> None:
         """Close the endpoint."""
         if self._server is not None:
-            self._server.should_exit = True
-        self._socket.close()
+            self._server.should_exit = True  # it closes the socket
+        else:
+            self._socket.close()
         self.receiver.close()
+
+    async def _tensors(self, turn: Turn) -> AsyncIterator[NamedTensor]:
+        turn.begin()
+        try:
+            while (load := await self._next(turn)) is not None:
+                while not load.refused and not turn.ended:
+                    load.asked = time.monotonic()
+                    if not load.pairs:
+                        load.done.set()
+                        break
+                    yield load.pairs.popleft()
+                else:
+                    raise TransferError("these weights were not taken in time")
+        finally:
+            turn.end()
 
     def _load(self, pairs: Iterable[NamedTensor]) -> None:
         """Hand tensors to the consumer; return when it is done. The receiver's hook."""
-        load = Load(pairs)
-        self._loads.append(load)
+        update = self.receiver.open_update
+        if update is None:
+            raise AssertionError("tensors are loaded in an update")
+        load = self._offered = Load(pairs, update)
         self._notify()
         while not load.done.wait(_LOOK_S):
-            waits = time.monotonic() - load.asked
-            if waits > self._timeout_s or (load.taken and self._wake is None):
-                load.refused = True
+            left = load.turn is not None and load.turn.ended
+            if left or time.monotonic() - load.asked > self._timeout_s:
+                load.refused, self._offered = True, None
                 raise TransferError("verl's server adapter did not take all weights")
 
     def _notify(self) -> None:
-        wake = self._wake
-        if wake is not None:
-            wake()
+        if self._turn is not None:
+            self._turn.wake()
 
-    async def _next(self, before: int, changed: asyncio.Event) -> Load | None:
+    async def _next(self, turn: Turn) -> Load | None:
         """Return the next tensors, or None when the update is committed."""
         deadline = time.monotonic() + self._timeout_s
-        began = False
-        while True:
-            changed.clear()
-            while self._loads:
-                load = self._loads.popleft()
-                if not load.refused:
-                    load.taken = True
-                    return load
-            if self.receiver.open_update is not None:
-                began, deadline = True, time.monotonic() + self._timeout_s
-            elif self.receiver.version != before:
-                return None
-            elif began:
+        while not turn.ended:
+            turn.changed.clear()
+            load, opened = self._offered, self.receiver.open_update
+            if load is not None and turn.takes(load.update):
+                self._offered, load.turn = None, turn
+                return load
+            if opened is not None and turn.takes(opened):
+                deadline = time.monotonic() + self._timeout_s
+            elif turn.update is not None:
+                if self.receiver.version == turn.update.version:
+                    return None
                 raise TransferError("the trainer's update was aborted")
+            elif self.receiver.version != turn.before:
+                return None
             elif time.monotonic() > deadline:
                 raise TransferTimeout(f"the trainer began no update within {self._timeout_s:g} s")
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    await turn.changed.wait()
+        raise TransferError("a later call of receive_weights took the place of this one")
 
 
 def node_address() -> str:
@@ -349,17 +399,52 @@ def node_address() -> str:
     return str(address).strip("[]")
 
 
+class Turn:
+    """One call of `receive_weights`, and the update whose tensors it takes."""
+
+    def __init__(self, label: str | None, before: int) -> None:
+        self.before = before
+        self.update: OpenUpdate | None = None
+        self.changed = asyncio.Event()
+        self.ended = False
+        self._label = label
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(self) -> None:
+        """Note the event loop in which the consumer waits."""
+        self._loop = asyncio.get_running_loop()
+
+    def takes(self, update: OpenUpdate) -> bool:
+        """Whether an update is that of this turn: the first one with its label."""
+        if self.update is None and self._label in (None, update.label):
+            self.update = update
+        return self.update is not None and self.update.update_id == update.update_id
+
+    def wake(self) -> None:
+        """Make the consumer look again. Called by any thread."""
+        with suppress(RuntimeError):  # a loop that is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self.changed.set)
+
+    def end(self) -> None:
+        """Take nothing more."""
+        self.ended = True
+        self.wake()
+
+
 class Load:
     """Tensors of one call of the hook. `done` is set when the consumer needs them no more.
 
     `asked` is when the consumer last asked for a tensor, of `time.monotonic()`.
     """
 
-    def __init__(self, pairs: Iterable[NamedTensor]) -> None:
+    def __init__(self, pairs: Iterable[NamedTensor], update: OpenUpdate) -> None:
         self.pairs = deque(pairs)
+        self.update = update
         self.done = threading.Event()
         self.asked = time.monotonic()
-        self.taken = self.refused = False
+        self.turn: Turn | None = None
+        self.refused = False
 
 
 class LendingSink(HookSink):
