@@ -149,6 +149,7 @@ def main() -> None:
         print(f"version {metrics['sync/version']} in {metrics['sync/seconds']:.3f} s")
         for generated in rollout.generate():
             print("the rollout's answer is the trainer's:", generated == trained)
+    ray.get(trainer.execute_checkpoint_engine(["close"]))  # frees its shared memory
     ray.shutdown()
 
 

@@ -75,6 +75,7 @@ class Deployment:
         return found
 
     def close(self) -> None:
+        ray.get(self.actor.execute_checkpoint_engine(["close"] * self.actor.world_size))
         for worker in [*self.actor.workers, *self.rollout.workers]:
             ray.kill(worker)
         for pool in self.pools:

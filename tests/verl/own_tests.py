@@ -74,6 +74,7 @@ async def main(folder: str) -> None:
     for _ in range(3):
         await manager.update_weights()
         rollout.check_weights()
+    ray.get(actor.execute_checkpoint_engine(["close"] * actor.world_size))
 
 
 if __name__ == "__main__":

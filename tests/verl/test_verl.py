@@ -27,3 +27,10 @@ def test_verls_own_test_passes_with_our_engine(monkeypatch: pytest.MonkeyPatch) 
     said = sandbox.run("-m", "tests.verl.own_tests", timeout_s=280)
     assert "three updates are equal" in said, said[-5000:]
     print("three updates are equal")
+
+
+@pytest.mark.timeout(200)
+def test_the_example_runs_as_it_stands() -> None:
+    said = sandbox.run(sandbox.ROOT / "examples" / "verl_engine.py", timeout_s=180)
+    assert said.count("the rollout's answer is the trainer's: True") == 6, said[-5000:]
+    assert "version 3 in " in said
