@@ -42,6 +42,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def test_a_server_that_is_down_or_refuses_the_token(checkpoints: dict[str, Path]) -> None:
+    given = ("--to", checkpoints["B"], "--from", checkpoints["A"], "--cold", COLD)
+    for url in ("http://127.0.0.1:1", "vllm+http://127.0.0.1:1"):
+        result = weightsync("certify", url, *given)
+        assert result.exit_code == 3, result.output
+        assert len(result.stderr.splitlines()) == 1
+    with serving(checkpoints["A"]) as url:
+        result = weightsync("certify", url, *given, "--token", "wrong")
+        assert result.exit_code == 4, result.output
+        assert len(result.stderr.splitlines()) == 1
+
+
 @contextmanager
 def serving(checkpoint: Path) -> Iterator[str]:
     arguments = ("serve", "--model", str(checkpoint), "--port", "0")
@@ -62,7 +74,7 @@ def test_updates_are_equal_to_cold_servers(checkpoints: dict[str, Path]) -> None
 
 
 def test_what_differs_is_named_and_the_exit_code_says_so(checkpoints: dict[str, Path]) -> None:
-    other = COLD.replace("{checkpoint}", str(checkpoints["C"]))
+    other = f"env NOT_LOADED={{checkpoint}} {COLD.replace('{checkpoint}', str(checkpoints['C']))}"
     with serving(checkpoints["A"]) as url:
         given = ("certify", url, "--to", checkpoints["B"], "--from", checkpoints["A"])
         result = weightsync(*given, "--cold", other)
@@ -73,23 +85,33 @@ def test_what_differs_is_named_and_the_exit_code_says_so(checkpoints: dict[str, 
     assert "prompt 0, token" in result.output or "update 3" in result.output
 
 
+def status(url: str) -> dict[str, object]:
+    """Return a server's status, without who was connected last."""
+    (found,) = answer_of(weightsync("status", url, "--json"))["servers"]
+    return {name: value for name, value in found.items() if name != "owner"}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ((), "is no vLLM: give --cold"),
-        (("--cold", "no-such-program"), "the cold server cannot be started"),
+        (("--cold", "no-such-program {checkpoint} {port}"), "the cold server cannot be started"),
+        (("--cold", "a-server {checkpoint}"), "--cold has no {port}"),
         (("--cold", COLD, "--from", "/nowhere"), "which is no path here; give --from"),
-        (("--cold", f"{sys.executable} -c raise(SystemExit(7))"), "ended with status 7"),
+        (
+            ("--cold", f"{sys.executable} -c raise(SystemExit(7)) {{checkpoint}} {{port}}"),
+            "status 7",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_moves_nothing(
     url: str, checkpoints: dict[str, Path], more: tuple[str, ...], message: str
 ) -> None:
-    before = answer_of(weightsync("status", url, "--json"))
+    before = status(url)
     given = ("certify", url, "--to", checkpoints["B"])
     named = () if "--from" in more else ("--from", str(checkpoints["A"]))
     result = weightsync(*given, *named, *more)
     assert result.exit_code in (1, 2)
     (line,) = result.stderr.splitlines()
     assert message in line
-    assert answer_of(weightsync("status", url, "--json")) == before
+    assert status(url) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,7 @@ from weightsync.integrations.certificate import (
     Server,
     Step,
     cold_server,
+    fresh,
     vllm_command,
 )
 from weightsync.integrations.certificate import (
@@ -68,20 +68,26 @@ def certify(  # noqa: PLR0913, PLR0917  # one parameter per option
                 f"{url} is no vLLM: give --cold, a command that starts such a server on "
                 "{checkpoint} and {port}"
             )
-        first = from_ or Path(server.model()[1])
+        root = "" if from_ else server.model()[1]
+        if not (from_ or root):
+            raise ConfigError(f"{url} does not say with what it was started; give --from")
+        first = from_ or Path(root)
         if not first.exists():
             raise ConfigError(
                 f"{url} was started with {str(first)!r}, which is no path here; give --from"
             )
         source = open_checkpoint(first, dtype)
-        command = cold or vllm_command(server)
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-        with cold_server(command, str(to), environment) as other:
-            wanted = other.look()
+        command = vllm_command(server) if cold is None else cold
+        began = fresh(server)
         try:
-            steps = certify_updates(server, wanted, first=source, second=second, timeout_s=timeout)
+            server.check(second, timeout_s=timeout)
         except ManifestMismatchError as exc:
             raise ConfigError(explain(exc, to, [url])) from exc
+        with cold_server(command, str(to), server.token) as other:
+            wanted = other.look()
+        steps = certify_updates(
+            server, began, wanted, first=source, second=second, timeout_s=timeout
+        )
         _print(url, to, steps, as_json=json_)
         raise typer.Exit(FAILED if any(step.differences for step in steps) else OK)
 

@@ -6,7 +6,10 @@ and their log-probabilities.
 
 from __future__ import annotations
 
+import ctypes
+import http.client
 import json
+import math
 import os
 import shlex
 import signal
@@ -23,15 +26,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.errors import (
+    AuthError,
     ConfigError,
+    ConnectError,
     ProcessLostError,
     ProtocolError,
     RemoteError,
+    TransportError,
     TransportTimeout,
 )
 from weightsync.sender import connect
 from weightsync.transports.factory import TransportFactory
-from weightsync.transports.tokens import token_from_environment
+from weightsync.transports.tokens import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    token_from_environment,
+)
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 PROMPTS = [[(7 * i * i + 13 * j + 5) % 200 + 1 for j in range(3 + 5 * i)] for i in range(6)]
@@ -88,18 +98,25 @@ class Server:
                 version = reply.version
                 prefix = f"worker {rank}: " if len(workers) > 1 else ""
                 checksums |= {prefix + name: held for name, held in reply.checksums.items()}
+        if not checksums:
+            raise ProtocolError(f"{self.url} names no tensor that it holds")
         answers = [self._complete(prompt) for prompt in PROMPTS]
         return Snapshot(
             version,
             checksums,
-            [answer["tokens"] for answer in answers],
-            [answer["token_logprobs"] for answer in answers],
+            [tokens for tokens, _ in answers],
+            [logprobs for _, logprobs in answers],
         )
 
     def model(self) -> tuple[str, str]:
-        """Return the name of the served model, and the directory from which it was loaded."""
-        listed = self.request("v1/models")["data"][0]
-        return listed["id"], listed.get("root") or ""
+        """Return the name of the served model, and the directory from which it was loaded or ""."""
+        with _reading(self.url, "v1/models"):
+            listed = self.request("v1/models")["data"][0]
+            return str(listed["id"]), listed.get("root") or ""
+
+    def check(self, source: object, *, timeout_s: float) -> None:
+        """Raise ManifestMismatchError where a checkpoint does not fit. Nothing is sent."""
+        connect(source, self.url, token=self.token, timeout_s=timeout_s).close()
 
     def send(self, source: object, *, timeout_s: float) -> float:
         """Send a checkpoint; return the seconds of the update."""
@@ -107,7 +124,11 @@ class Server:
             return sender.send_weights().seconds["total"]
 
     def request(self, path: str, body: object | None = None, timeout_s: float = _CALL_S) -> Any:
-        """Return the JSON of an answer. Raises RemoteError for an error of the server."""
+        """Return the JSON of an answer.
+
+        Raises ConnectError, TransportTimeout, AuthError, and RemoteError for an error of the server
+        and for what is no JSON.
+        """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         token = token_from_environment() if self.token is None else self.token
@@ -116,16 +137,24 @@ class Server:
         plain = self.url.removeprefix("vllm+").rstrip("/")
         request = urllib.request.Request(f"{plain}/{path}", data, headers)  # noqa: S310  # a user's URL
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        said = f"{self.url}/{path}"
         try:
             with opener.open(request, timeout=timeout_s) as answer:
                 text = answer.read()
                 return json.loads(text) if text else {}
-        except (urllib.error.URLError, TimeoutError, ValueError) as exc:
-            raise RemoteError(
-                f"{self.url}/{path}: {exc}", remote_type=type(exc).__name__, remote_message=str(exc)
-            ) from exc
+        except urllib.error.HTTPError as exc:
+            if exc.code in (401, 403):
+                raise AuthError(f"{said}: {exc}; give its token") from exc
+            raise _remote(said, exc) from exc
+        except TimeoutError as exc:
+            raise TransportTimeout(f"{said} did not answer within {timeout_s:g} s") from exc
+        except (OSError, http.client.HTTPException) as exc:
+            raise ConnectError(f"{said}: {exc}") from exc
+        except ValueError as exc:
+            raise _remote(said, exc) from exc
 
-    def _complete(self, prompt: Sequence[int]) -> Any:
+    def _complete(self, prompt: Sequence[int]) -> tuple[list[str], list[float]]:
+        """Return the greedy tokens after a prompt, and their log-probabilities."""
         name, _ = self.model()
         body = {
             "model": name,
@@ -133,25 +162,55 @@ class Server:
             "max_tokens": TOKENS,
             "temperature": 0,
             "logprobs": 1,
+            "ignore_eos": True,
         }
-        return self.request("v1/completions", body)["choices"][0]["logprobs"]
+        with _reading(self.url, "v1/completions"):
+            told = self.request("v1/completions", body)["choices"][0]["logprobs"]
+            logprobs = [math.nan if p is None else float(p) for p in told["token_logprobs"]]
+            return [str(token) for token in told["tokens"]], logprobs
 
 
-def certify(
-    server: Server, cold: Snapshot, *, first: object, second: object, timeout_s: float
-) -> list[Step]:
-    """Send `second`, `first`, `second` and `first`; return how the server differs after each.
+def _remote(said: str, exc: Exception) -> RemoteError:
+    return RemoteError(f"{said}: {exc}", remote_type=type(exc).__name__, remote_message=str(exc))
 
-    `server` was started with the checkpoint `first` and has had no update: what it holds now is
-    what later updates with `first` are compared with. `cold` is of a server that was started with
-    `second`. Raises ConfigError for a server that has had updates.
-    """
+
+@contextmanager
+def _reading(url: str, path: str) -> Iterator[None]:
+    """Raise ProtocolError where an answer lacks what the block reads."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as exc:
+        raise ProtocolError(
+            f"{url}/{path} answers something else than an inference server"
+        ) from exc
+
+
+def fresh(server: Server) -> Snapshot:
+    """Return what a server holds. Raises ConfigError where it has had updates."""
     began = server.look()
     if began.version:
         raise ConfigError(
             f"{server.url} holds version {began.version}, not what it loaded when it was started; "
             "start it again"
         )
+    return began
+
+
+def certify(
+    server: Server,
+    began: Snapshot,
+    cold: Snapshot,
+    *,
+    first: object,
+    second: object,
+    timeout_s: float,
+) -> list[Step]:
+    """Send `second`, `first`, `second` and `first`; return how the server differs after each.
+
+    `began` is what it held when it was started with the checkpoint `first`: later updates with
+    `first` are compared with it. `cold` is of a server that was started with `second`. After an
+    error the server may hold either.
+    """
     steps = []
     turns = (("B", second, cold), ("A", first, began)) * 2
     for number, (name, source, wanted) in enumerate(turns, 1):
@@ -171,54 +230,90 @@ def differences(warm: Snapshot, cold: Snapshot) -> list[str]:
         for name, held in warm.checksums.items()
         if cold.checksums.get(name, held) != held
     ]
-    for prompt, (ours, theirs) in enumerate(zip(warm.tokens, cold.tokens, strict=True)):
-        pairs = zip(ours, theirs, warm.logprobs[prompt], cold.logprobs[prompt], strict=False)
-        for place, (token, wanted, logprob, other) in enumerate(pairs):
-            if token != wanted or abs(logprob - other) > TOLERANCE:
+    for prompt, tokens in enumerate(zip(warm.tokens, cold.tokens, strict=True)):
+        logprobs = warm.logprobs[prompt], cold.logprobs[prompt]
+        for place in range(max(map(len, tokens))):
+            ours, theirs = (_said(*told, place) for told in zip(tokens, logprobs, strict=True))
+            if ours[0] != theirs[0] or not abs(ours[1] - theirs[1]) <= TOLERANCE:  # also for NaN
                 found.append(
-                    f"prompt {prompt}, token {place}: {token!r} ({logprob:.4f}) in the warm "
-                    f"server, {wanted!r} ({other:.4f}) in the cold one"
+                    f"prompt {prompt}, token {place}: {ours[0]} ({ours[1]:.4f}) in the warm "
+                    f"server, {theirs[0]} ({theirs[1]:.4f}) in the cold one"
                 )
                 break
+        if not any(tokens):
+            found.append(f"prompt {prompt}: neither server generates a token")
     return found
 
 
+def _said(tokens: list[str], logprobs: list[float], place: int) -> tuple[str, float]:
+    """Return a token and its log-probability; "nothing" after the last one."""
+    return (repr(tokens[place]), logprobs[place]) if place < len(tokens) else ("nothing", math.nan)
+
+
 def vllm_command(server: Server) -> str:
-    """Return the command of a cold vLLM like the warm one, in this Python's environment."""
-    config = server.request("server_info?config_format=json")["vllm_config"]
-    model, parallel = config["model_config"], config["parallel_config"]
-    arguments = {
-        "--dtype": str(model["dtype"]).removeprefix("torch."),
-        "--max-model-len": model["max_model_len"],
-        "--tensor-parallel-size": parallel["tensor_parallel_size"],
-        "--weight-transfer-config": json.dumps({"backend": "weightsync"}),
-    }
+    """Return the command of a cold vLLM like the warm one, in this Python's environment.
+
+    Raises ConfigError where the warm one has options that this does not repeat.
+    """
+    path = "server_info?config_format=json"
+    with _reading(server.url, path):
+        config = server.request(path)["vllm_config"]
+        model, parallel, cache = (config[f"{of}_config"] for of in ("model", "parallel", "cache"))
+        unlike = [name for name in ("speculative_config", "lora_config") if config.get(name)]
+        unlike += ["data_parallel_size"] if parallel["data_parallel_size"] > 1 else []
+        if unlike:
+            raise ConfigError(f"{server.url} runs with {unlike[0]}: give --cold, its command")
+        given = {
+            "--dtype": str(model["dtype"]).removeprefix("torch."),
+            "--max-model-len": model["max_model_len"],
+            "--quantization": model["quantization"],
+            "--hf-overrides": json.dumps(model["hf_overrides"]) if model["hf_overrides"] else None,
+            "--kv-cache-dtype": cache["cache_dtype"],
+            "--gpu-memory-utilization": cache["gpu_memory_utilization"],
+            "--load-format": config["load_config"]["load_format"],
+            "--tensor-parallel-size": parallel["tensor_parallel_size"],
+            "--pipeline-parallel-size": parallel["pipeline_parallel_size"],
+            "--weight-transfer-config": json.dumps({"backend": "weightsync"}),
+        }
+        flags = {
+            "--enforce-eager": model["enforce_eager"],
+            "--trust-remote-code": model["trust_remote_code"],
+            "--enable-expert-parallel": parallel["enable_expert_parallel"],
+        }
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", "{checkpoint}", "--host", "127.0.0.1", "--port", "{port}"]
-    words += [word for pair in arguments.items() for word in map(str, pair)]
-    return shlex.join(words + (["--enforce-eager"] if model.get("enforce_eager") else []))
+    words += [str(word) for pair in given.items() if pair[1] is not None for word in pair]
+    return shlex.join(words + [flag for flag, is_set in flags.items() if is_set])
 
 
 @contextmanager
-def cold_server(command: str, checkpoint: str, environment: dict[str, str]) -> Iterator[Server]:
+def cold_server(command: str, checkpoint: str, token: str | None) -> Iterator[Server]:
     """Start a server by a command with `{checkpoint}` and `{port}`, and end it afterwards.
 
-    Raises ConfigError for a command that cannot be started, ProcessLostError with its last lines
-    where it ends, and TransportTimeout where it does not answer within 15 minutes.
+    It has the token as WEIGHTSYNC_TOKEN, and ends with this process. Raises ConfigError for a
+    command that cannot be started, ProcessLostError with its last lines where it ends,
+    TransportTimeout where it does not answer `/health` within 15 minutes, and RemoteError or
+    AuthError where it refuses to.
     """
+    words = _words(command)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [
-        word.replace("{checkpoint}", checkpoint).replace("{port}", str(port))
-        for word in shlex.split(command)
-    ]
-    server = Server(f"http://127.0.0.1:{port}")
+    server = Server(f"http://127.0.0.1:{port}", token)
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if token is not None:
+        environment.pop(TOKEN_FILE_VARIABLE, None)
+        environment[TOKEN_VARIABLE] = token
     with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
-                words, stdout=log, stderr=log, env=environment, start_new_session=True
+                [w.replace("{checkpoint}", checkpoint).replace("{port}", str(port)) for w in words],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509  # it calls the kernel alone
             )
-        except OSError as exc:
+        except (OSError, ValueError) as exc:
             raise ConfigError(f"the cold server cannot be started: {exc}") from exc
         try:
             _await(server, process, log)
@@ -227,26 +322,62 @@ def cold_server(command: str, checkpoint: str, environment: dict[str, str]) -> I
             _end(process)
 
 
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as exc:
+        raise ConfigError(f"--cold cannot be read: {exc}") from exc
+    for needed in ("{checkpoint}", "{port}"):
+        if not any(needed in word for word in words):
+            raise ConfigError(f"--cold has no {needed}, in whose place the value is put")
+    return words
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 def _await(server: Server, process: subprocess.Popen[bytes], log: Any) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
+        healthy = False
+        with suppress(TransportError):
+            healthy = _is_healthy(server)
         if process.poll() is not None:
             log.seek(0)
             last = log.read().decode(errors="replace").strip().splitlines()[-3:]
             raise ProcessLostError(
                 f"the cold server ended with status {process.returncode}: {' / '.join(last)}"
             )
-        with suppress(RemoteError):
-            server.request("health", timeout_s=5.0)
+        if healthy:
             return
         time.sleep(0.5)
     raise TransportTimeout(f"the cold server did not answer within {_START_S:.0f} s")
 
 
+def _is_healthy(server: Server) -> bool:
+    try:
+        server.request("health", timeout_s=5.0)
+    except RemoteError as exc:
+        if isinstance(exc.__cause__, urllib.error.HTTPError):
+            if exc.__cause__.code < 500:  # later answers will not differ
+                raise
+            return False
+    return True
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all that it started."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
+    """End a server and all that it started, also where a second Ctrl-C comes meanwhile."""
+    try:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
+            os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

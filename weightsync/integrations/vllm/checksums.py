@@ -6,7 +6,7 @@ tensors. A packed layer is multiplied with the unit vectors instead: the product
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -35,16 +35,21 @@ def held_checksums(model: nn.Module, names: Iterable[str] | None = None) -> dict
         return {name: to_hex(_fingerprint(name, *places[name])) for name in chosen}
 
 
+_STATES = ("kv_cache",)
+"""Attributes of layers with what was computed for requests."""
+
+
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, torch.Tensor]]:
     """Return each parameter and its layer, by name, in every place where it is used.
 
-    Also buffers, those that are derived (scales, rotary caches) included, where they hold anything.
+    Also what is derived, where it holds anything: buffers (scales, rotary caches), and tensors that
+    are plain attributes of a layer (the absorbed projections of MLA).
     """
     layers = dict(model.named_modules())
     held = {
         (path, name): tensor
         for path, layer in layers.items()
-        for name, tensor in (*layer._parameters.items(), *layer._buffers.items())
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items(), *_plain(layer))
         if tensor is not None and (name in layer._parameters or tensor.numel())
     }
     return {
@@ -53,11 +58,19 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, torch.Tensor]]:
     }
 
 
+def _plain(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, held in vars(layer).items():
+        if isinstance(held, torch.Tensor) and name not in _STATES and not held.is_meta:
+            yield name, held
+
+
 def _fingerprint(name: str, layer: nn.Module, parameter: torch.Tensor) -> int:
     packed = getattr(layer, "cpu_linear", None)
     looked_up = type(layer).__name__ == "VocabParallelEmbedding"  # read by row, never multiplied
     if callable(packed) and parameter is layer._parameters.get("weight") and not looked_up:
         parameter = _unpacked(layer, parameter, packed)
+        if not parameter.isfinite().all():
+            raise ConfigError(f"{name} holds a value that is not finite, which hides others here")
     held = parameter.detach().contiguous()
     if not held.numel():
         raise ConfigError(f"{name} is empty here: its layer keeps the weight in a form of its own")
