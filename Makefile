@@ -13,6 +13,8 @@ VLLM_TORCH ?= torch==2.13.0
 
 # The real verl, on CPU, without its requirements of CUDA; in an environment of its own.
 VERL ?= verl==0.9.1
+# The real NIXL, for the engine of verl that uses it; torch for CUDA is among its requirements.
+NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -31,6 +33,7 @@ help:
 	@echo "make test-gpu  only the tests that need a CUDA GPU"
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 3 GB in .venv-vllm"
 	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
+	@echo "make conformance   the contracts of vLLM and verl with all engines that run here: an hour"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
 	@echo "make docs      the documentation, in site/; a broken link is an error"
@@ -80,8 +83,9 @@ test-vllm: $(VLLM_STAMP)
 		-p weightsync.testing.conformance \
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
 
-# Our engines and those of vLLM, whose servers are started anew after each failure.
-conformance: $(VLLM_STAMP)
+# Our engines, and those of vLLM and verl: half an hour, since servers are started anew.
+conformance: $(VLLM_STAMP) $(VERL_STAMP)
+	$(ONE_THREAD) $(VERL_BIN)/python -m tests.verl.conformance
 	WEIGHTSYNC_TEST_VLLM=1 $(ONE_THREAD) $(VLLM_BIN)/python -m pytest tests/vllm/test_conformance.py \
 		tests/vllm/conformance_of_vllm.py -p weightsync.testing.conformance \
 		-o filterwarnings=default --disable-warnings --show-capture=no -rx $(ARGS)
@@ -90,7 +94,7 @@ conformance: $(VLLM_STAMP)
 $(VERL_STAMP): pyproject.toml tests/verl/requirements.txt
 	test -x $(VERL_BIN)/python || $(PYTHON) -m venv .venv-verl
 	$(VERL_BIN)/python -m pip install --quiet $(TORCH)
-	$(VERL_BIN)/python -m pip install --quiet --no-deps $(VERL)
+	$(VERL_BIN)/python -m pip install --quiet --no-deps $(VERL) $(NIXL)
 	cd .venv-verl/lib/python*/site-packages && if test -d tests; then rm -rf verl_tests && mv tests verl_tests; fi
 	$(VERL_BIN)/python -m pip install --quiet $(TORCH) -r tests/verl/requirements.txt \
 		-e '.[server]' pytest pytest-timeout hypothesis psutil

@@ -34,4 +34,5 @@ class TestVerlsNixl(VerlEngineContract):
     engine = "nixl"
     module: ClassVar[str] = "tests.verl.nixl_on_cpu"
     options: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+    bound_s = 8.0
     broken: ClassVar[Mapping[str, str]] = {}

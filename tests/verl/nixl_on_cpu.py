@@ -25,7 +25,7 @@ def zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
     return _zeros(*size, **options)
 
 
-cuda: Any = torch.cuda
-cuda.synchronize = lambda *_: None
-torch.zeros = zeros
+patched: Any = torch
+patched.cuda.synchronize = lambda *_: None
+patched.zeros = zeros
 importlib.import_module("verl.checkpoint_engine.nixl_checkpoint_engine")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ray import sandbox
+from tests.verl import conformance
 
 HERE = Path(__file__).parent
 
@@ -34,3 +35,9 @@ def test_the_example_runs_as_it_stands() -> None:
     said = sandbox.run(sandbox.ROOT / "examples" / "verl_engine.py", timeout_s=180)
     assert said.count("the rollout's answer is the trainer's: True") == 6, said[-5000:]
     assert "version 3 in " in said
+
+
+@pytest.mark.timeout(600)
+def test_our_engine_keeps_verls_contract() -> None:
+    said = conformance.run("-k", "Ours")
+    print(said[said.index("= conformance: ") :].partition("\n")[2])

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -46,13 +47,13 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def weights_of(seed: int) -> dict[str, torch.Tensor]:
-    """Return a small model's weights: eight layers in bfloat16 and float32, 1.2 MiB."""
+    """Return a small model's weights: eight layers in bfloat16, 0.8 MiB."""
     made = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(8):
-        dtype = torch.float32 if layer % 2 else torch.bfloat16
-        weights[f"layers.{layer}.weight"] = torch.randn(200, 250, generator=made).to(dtype)
-        weights[f"layers.{layer}.bias"] = torch.randn(33, generator=made).to(dtype)
+        for name, shape in (("weight", (200, 250)), ("bias", (33,))):
+            values = torch.randn(shape, generator=made)
+            weights[f"layers.{layer}.{name}"] = values.to(torch.bfloat16)
     return weights
 
 
@@ -133,6 +134,7 @@ class Crew:
     def __init__(self, kind: type[VerlEngineContract]) -> None:
         self.kind = kind
         self.is_harmed = False
+        self._engine = _load(kind)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.trainers = [
             Member(kind, rank, kind.trainers, self._store.port) for rank in range(kind.trainers)
@@ -180,7 +182,7 @@ class Crew:
         trainers, workers = self.trainers, self.workers
         members = [*trainers, *workers]
         endpoints = [a.result for a in self._check(self.all(members, "prepare"))]
-        chosen = _load(self.kind).build_topology(len(trainers), len(workers), endpoints)
+        chosen = self._engine.build_topology(len(trainers), len(workers), endpoints)
         arguments: list[Mapping[str, Any]] = []
         for side, lists in zip((trainers, workers), chosen, strict=True):
             lists.pop("method", None)
@@ -272,6 +274,9 @@ class VerlEngineContract(Contract):
 
     def test_other_dtypes(self, new_crew: Crew) -> None:
         whole(new_crew, Step(1, _Weights(1, "dtypes")))
+
+    def test_layers_of_odd_sizes_and_two_dtypes(self, new_crew: Crew) -> None:
+        whole(new_crew, Step(1, _Weights(1, "mixed")))
 
     def test_a_scalar(self, new_crew: Crew) -> None:
         whole(new_crew, Step(1, _Weights(1, "scalar")))
@@ -431,7 +436,7 @@ def _digests(weights: Tensors) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Makes the weights of a seed, and further tensors of a kind; the same in each process."""
+    """Makes the weights of a seed, changed as `kind` says; the same in each process."""
 
     seed: int
     kind: str = ""
@@ -439,27 +444,27 @@ class _Weights:
     def __call__(self) -> Tensors:
         weights = weights_of(self.seed)
         made = torch.Generator().manual_seed(self.seed)
-        match self.kind:
-            case "large":
-                weights["large"] = torch.randn(33 * MIB // 4 + 1, generator=made)
-            case "many":
-                weights |= {f"small.{i}": torch.randn(7, generator=made) for i in range(2000)}
-            case "dtypes":
-                some = torch.randn(64, generator=made)
-                for dtype in ("float16", "float64", "int8", "int64", "bool", "float8_e4m3fn"):
-                    weights[dtype] = some.to(getattr(torch, dtype))
-            case "scalar":
-                weights["scalar"] = torch.randn((), generator=made)
-            case "empty":
-                weights["empty"] = torch.empty(0, 4)
-            case "tied":
-                weights["tied"] = weights[MIDDLE]
-            case "turned":
-                weights["turned"] = torch.randn(40, 50, generator=made).t()
-            case "other":
-                del weights["layers.3.bias"]
-                weights["another"] = torch.randn(40, 50, generator=made)
-        return weights
+        return _KINDS[self.kind](weights, partial(torch.randn, generator=made))
+
+
+def _other(weights: dict[str, torch.Tensor], some: Callable[..., torch.Tensor]) -> Tensors:
+    del weights["layers.3.bias"]
+    return {**weights, "another": some(40, 50)}
+
+
+_DTYPES = ("float16", "float64", "int8", "int64", "bool", "float8_e4m3fn")
+_KINDS: Mapping[str, Callable[[dict[str, torch.Tensor], Callable[..., torch.Tensor]], Tensors]] = {
+    "": lambda weights, _: weights,
+    "large": lambda weights, some: {**weights, "large": some(33 * MIB // 4 + 1)},
+    "many": lambda weights, some: {**weights, **{f"small.{i}": some(7) for i in range(2000)}},
+    "mixed": lambda weights, _: {n: t.float() if ".1." in n else t for n, t in weights.items()},
+    "dtypes": lambda _, some: {name: some(64).to(getattr(torch, name)) for name in _DTYPES},
+    "scalar": lambda weights, some: {**weights, "scalar": some(())},
+    "empty": lambda weights, _: {**weights, "empty": torch.empty(0, 4)},
+    "tied": lambda weights, _: {**weights, "tied": weights[MIDDLE]},
+    "turned": lambda weights, some: {**weights, "turned": some(40, 50).t()},
+    "other": _other,
+}
 
 
 # Inside the processes.
