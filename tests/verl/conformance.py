@@ -11,16 +11,15 @@ from pathlib import Path
 from tests.ray import sandbox
 
 ENGINES = Path(__file__).with_name("engines.py")
-OPTIONS = ("-p", "weightsync.testing.conformance", "-p", "no:cacheprovider", "--disable-warnings")
+OPTIONS = (
+    *("-p", "weightsync.testing.conformance", "-p", "no:cacheprovider", "--disable-warnings"),
+    *("-q", "--tb=short", "--show-capture=no", "-o", "filterwarnings=default"),
+)
 
 
 def run(*options: str) -> str:
     """Return what pytest printed; fails where it does."""
-    return sandbox.run(
-        *("-m", "pytest", "-q", "--tb=short", "--show-capture=no", "-o", "filterwarnings=default"),
-        *(*OPTIONS, ENGINES, *options),
-        timeout_s=1200,
-    )
+    return sandbox.run("-m", "pytest", ENGINES, *OPTIONS, *options, timeout_s=1200)
 
 
 if __name__ == "__main__":
