@@ -54,6 +54,14 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
 NOT_RUN: dict[tuple[str, str], str] = {
     ("README.md", "@ws.ray.remote(num_gpus=1)"): "tests/examples/test_ray_example.py runs the same",
     ("docs/ray.md", "import ray"): "tests/examples/test_ray_example.py runs the same as a program",
+    (
+        "docs/conformance.md",
+        "from weightsync.testing.conformance.vllm import VllmTrainerContract, VllmWorkerContract",
+    ): "the same of our engine: tests/vllm/test_conformance.py",
+    (
+        "docs/conformance.md",
+        "from weightsync.testing.conformance.verl import VerlEngineContract",
+    ): "the same of our engine: tests/verl/engines.py",
     ("docs/vllm.md", "from vllm import LLM"): "vLLM is not here: make test-vllm runs page.py",
     (
         "docs/vllm.md",
@@ -83,6 +91,7 @@ PROGRAMS = {
     ".": "the shell's: it enters an environment that the line before makes",
     "export": "the shell's",
     "vllm": "vLLM's own command; make test-vllm starts it with these options",
+    "pytest": "the plug-in is run by tests/testing/test_conformance.py",
     "curl": "no program of ours; the routes are tested in tests/server",
 }
 """Commands in shell blocks that are not ours, and why they are not looked at."""

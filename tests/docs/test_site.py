@@ -78,4 +78,6 @@ def described_in(text: str) -> list[str]:
 
 
 def source(module: str) -> str:
-    return (ROOT / "weightsync" / f"{module}.py").read_text(encoding="utf-8")
+    path = ROOT / "weightsync" / module
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.read_text(encoding="utf-8")
