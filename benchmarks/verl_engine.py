@@ -22,7 +22,7 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 import weightsync as ws
 from tests.verl import workers
-from weightsync.integrations.verl import RolloutReceiver
+from weightsync.integrations.verl import Options, RolloutReceiver
 from weightsync.transports.http import HttpTransport
 
 ROW = 1 << 12
@@ -47,6 +47,12 @@ class Trainer(workers.Trainer):
         """Send to it; return the seconds."""
         return float(self.sender.send_weights().seconds["total"])
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """End both connections."""
+        self.sender.close()
+        self.checkpoint_engine.close()
+
 
 class Adapter(workers.Adapter):
     """Copies each tensor, as the adapter of vLLM copies into its buffer."""
@@ -64,7 +70,7 @@ class Rollout(workers.Rollout):
         self.server_adapter = Adapter(rollout_config, model_config)
         self.copies: dict[str, torch.Tensor] = {}
         apply = rollout_config.checkpoint_engine.engine_kwargs["weightsync"]["apply"]
-        self.plain = RolloutReceiver("cpu", apply, 60.0)
+        self.plain = RolloutReceiver(Options(apply=apply, device="cpu"))
         self.plain.receiver.sink.load_weights = self.load
 
     def load(self, pairs: Any) -> None:
@@ -130,6 +136,7 @@ def main() -> None:
         f"{given.megabytes} MiB: connect {ours:.1f} ms, verl {theirs:.1f} ms, {theirs / ours:.2f} x"
         f"; a step of verl's manager {whole:.1f} ms"
     )
+    actor.close()
     ray.shutdown()
 
 
