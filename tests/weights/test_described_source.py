@@ -153,6 +153,21 @@ def test_held_names_that_are_not_described_or_not_iterated_are_refused() -> None
         DescribedSource(silent)
 
 
+@pytest.mark.parametrize(
+    "meta",
+    [
+        Meta("a", "float32", (4,)),  # type: ignore[arg-type]
+        Meta("a", torch.float32, (-1,)),
+        Meta("a", torch.float32, None),  # type: ignore[arg-type]
+        Meta(7, torch.float32, (4,)),  # type: ignore[arg-type]
+    ],
+)
+def test_a_description_that_does_not_fit_is_named(meta: Meta) -> None:
+    source = Described({"a": torch.ones(4)}, meta={"a": meta})
+    with pytest.raises(ws.ConfigError, match=r"metadata\(\) of a Described has Meta\(name="):
+        as_source(source)
+
+
 def test_a_part_inside_of_another_source_is_refused() -> None:
     names = [name for name in weights() if name != "b.v"]
     source = DescribedSource(Described(weights(), names))  # as another source uses it

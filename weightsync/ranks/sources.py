@@ -39,7 +39,7 @@ class CollectiveSource:
 
     A rank that fails in the middle of a group still takes part in the group's remaining gathers, so
     that all ranks reach the next agreement and raise there together. All ranks inspect the shards
-    that a callable yields before any of them is gathered.
+    that a callable yields before any of them is gathered. Iterating may itself be a collective.
     """
 
     def __init__(self, source: WeightSource, ranks: RankComm) -> None:
@@ -49,6 +49,7 @@ class CollectiveSource:
         self._cancel_flag = CancelFlag(ranks)
         self._making: Iterator[Pair] = iter(())
         self._rest: Iterator[Pair] = iter(())
+        self._not_taken: Iterator[Pair] = iter(())
         self._begin(lambda: None)
 
     @property
@@ -92,7 +93,7 @@ class CollectiveSource:
                 self._leave(exc)
             raise
         finally:
-            self._making = self._rest = iter(())
+            self._making = self._rest = self._not_taken = iter(())
         if cancelled:
             raise CancelledError("another rank cancelled the step, and then reported no error")
 
@@ -120,6 +121,7 @@ class CollectiveSource:
                 else:
                     taken = self._take_shards(shards, pairs, left)
                 left -= taken
+                self._not_taken = islice(pairs, left)
                 self._raise_deferred()
                 yield from self._rest
         yield from pairs  # none is left; this runs the source's generator to its end
@@ -142,6 +144,9 @@ class CollectiveSource:
 
         self._rest = map(gathered, taken)  # an error does not end it: `_leave` continues
         return len(taken)
+
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        return isinstance(self._source, IterableSource) and self._source.is_shared(tensor)
 
     def _check_own(self) -> None:
         try:
@@ -177,6 +182,9 @@ class CollectiveSource:
         with suppress(Exception):
             for _ in self._rest:
                 pass
+            for _, tensor in self._not_taken:
+                if self._is_shared(tensor):  # before it is gathered, all ranks agree
+                    break
         if isinstance(error, Exception) and error is not self._check_error:
             self._ranks.agree(error)
         with suppress(Exception):

@@ -405,11 +405,13 @@ class DescribedSource(IterableSource):
         rename: Rename | None = None,
     ) -> None:
         self._described = described
-        self._metadata = list(described.metadata())
+        self._metadata = _metadata_of(described)
         held = described.held_names() if hasattr(described, "held_names") else None
         self.held: list[int] | None = None
         self._join: Callable[[str, torch.Tensor], torch.Tensor] | None = None
         if held is not None:
+            if not hasattr(described, "groups"):
+                raise ConfigError(f"a {type(described).__name__} has held_names() and no groups()")
             names = frozenset(held)
             self.held = [i for i, meta in enumerate(self._metadata) if meta.name in names]
             self._iterated = frozenset(name for group in described.groups() for name in group)
@@ -463,6 +465,21 @@ class DescribedSource(IterableSource):
                 )
             yield name, _unheld(meta) if tensor is None else tensor
         yield from given
+
+
+def _metadata_of(described: Any) -> list[Any]:
+    """Return the descriptions of a source's tensors. Raises ConfigError for what is none."""
+    metadata = list(described.metadata() or ())
+    for meta in metadata:
+        name, shape = getattr(meta, "name", None), getattr(meta, "shape", None)
+        is_named = isinstance(name, str) and isinstance(getattr(meta, "dtype", None), torch.dtype)
+        is_sized = isinstance(shape, Sequence) and all(isinstance(n, int) and n >= 0 for n in shape)
+        if not (is_named and is_sized):
+            raise ConfigError(
+                f"metadata() of a {type(described).__name__} has {meta!r}, and not name, dtype "
+                "(torch's) and shape of a tensor"
+            )
+    return metadata
 
 
 def _unheld(meta: Any) -> torch.Tensor:
