@@ -54,7 +54,8 @@ LAYERS = (
     ),
     layer(""),
     layer("server", "ray"),
-    layer("serve", "integrations", "testing"),
+    layer("serve", "integrations"),
+    layer("testing"),
     layer("cli", "__main__", mutual=True),
 )
 HEIGHT = {unit: height for height, row in enumerate(LAYERS) for unit in row.units}
