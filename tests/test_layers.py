@@ -206,7 +206,12 @@ def test_the_package_is_there() -> None:
         ),
         ("weightsync.transports.base", "from weightsync import connect", "is above it"),
         ("weightsync.sender", "import weightsync", "is above it"),
-        ("weightsync.testing.faults", "from weightsync.serve import model", "is beside it"),
+        ("weightsync.serve.model", "from weightsync.integrations import trl", "is beside it"),
+        (
+            "weightsync.integrations.certificate",
+            "from weightsync.testing import held",
+            "is above it",
+        ),
         ("weightsync", "from weightsync.server import weight_router", "is above it"),
         ("weightsync.specs", "import msgspec", "is not in the standard library"),
         ("weightsync.sender", "from weightsync.magic import x", "is in no layer"),
