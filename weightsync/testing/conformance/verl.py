@@ -32,6 +32,7 @@ from weightsync.testing.held import Held
 from weightsync.weights.fingerprint import mix64, to_hex
 
 START_S = 120.0
+END_S = 3.0
 MIB = 1 << 20
 FIRST, MIDDLE = "layers.0.weight", "layers.4.weight"
 
@@ -121,6 +122,10 @@ class Member:
             return Answer(died=True)
         return answer
 
+    def leave(self) -> None:
+        """Have it end when it has answered."""
+        self._pipe.close()
+
     def kill(self) -> None:
         """Kill the process."""
         self.process.kill()
@@ -155,8 +160,13 @@ class Crew:
         worker.kill()
 
     def close(self) -> None:
-        """Kill all processes."""
-        for member in (*self.trainers, *self.workers):
+        """End all processes: those that wait for something are killed after a while."""
+        members = [*self.trainers, *self.workers]
+        for member in members:
+            member.leave()
+        deadline = time.monotonic() + END_S
+        for member in members:
+            member.process.join(max(deadline - time.monotonic(), 0))
             member.kill()
 
     def all(
@@ -498,7 +508,7 @@ async def _answer(
         try:
             method, args, kwargs = await loop.run_in_executor(reading, pipe.recv)
         except EOFError:
-            os._exit(0)
+            return
         try:
             if engine is None:
                 engine = _Engine(kind, rank, size, port)
