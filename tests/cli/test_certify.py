@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.running import ROOT, START_S, TOKEN, answer_of, weightsync
 from weightsync.cli.child import Child
+from weightsync.integrations.certificate import Server
 from weightsync.serve.model import make_tiny_model
 
 COLD = f"{sys.executable} -m weightsync serve --model {{checkpoint}} --port {{port}}"
@@ -85,12 +86,6 @@ def test_what_differs_is_named_and_the_exit_code_says_so(checkpoints: dict[str, 
     assert "prompt 0, token" in result.output or "update 3" in result.output
 
 
-def status(url: str) -> dict[str, object]:
-    """Return a server's status, without who was connected last."""
-    (found,) = answer_of(weightsync("status", url, "--json"))["servers"]
-    return {name: value for name, value in found.items() if name != "owner"}
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -107,11 +102,11 @@ def status(url: str) -> dict[str, object]:
 def test_what_does_not_fit_is_one_line_and_moves_nothing(
     url: str, checkpoints: dict[str, Path], more: tuple[str, ...], message: str
 ) -> None:
-    before = status(url)
+    before = Server(url, TOKEN).look()
     given = ("certify", url, "--to", checkpoints["B"])
     named = () if "--from" in more else ("--from", str(checkpoints["A"]))
     result = weightsync(*given, *named, *more)
     assert result.exit_code in (1, 2)
     (line,) = result.stderr.splitlines()
     assert message in line
-    assert status(url) == before
+    assert Server(url, TOKEN).look() == before

@@ -5,7 +5,6 @@ The child's side is `python -m weightsync.cli.child PARENT_PID MODULE ARGUMENT â
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -22,11 +21,11 @@ from typing import IO, Self
 
 from weightsync.cli.output import raise_exit
 from weightsync.errors import RemoteError, TransportTimeout
+from weightsync.processes import end_with
 
 END_TIMEOUT_S = 10.0
 QUOTED_LINES = 30
 _READ_NBYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -159,24 +158,14 @@ def take_stdout() -> Callable[[bytes], None]:
     return send
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when `parent` ends.
-
-    More exactly: when the thread of `parent` ends that started this process.
-    """
-    signal.signal(signal.SIGTERM, raise_exit)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # A parent that ended before the call causes no signal.
-    if os.getppid() != parent:
-        sys.exit(f"the process {parent} that started this one has ended")
-
-
 def main() -> None:
     """Run the module that the command line names, with the arguments after it."""
     parent, module, *arguments = sys.argv[1:]
-    _end_with(int(parent))
+    signal.signal(signal.SIGTERM, raise_exit)
+    try:
+        end_with(int(parent))
+    except ProcessLookupError as exc:
+        sys.exit(str(exc))
     logging.basicConfig()
     sys.argv = [module, *arguments]
     try:

@@ -6,7 +6,6 @@ and their log-probabilities.
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import math
@@ -23,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from weightsync.errors import (
@@ -35,6 +35,7 @@ from weightsync.errors import (
     TransportError,
     TransportTimeout,
 )
+from weightsync.processes import end_with
 from weightsync.sender import connect
 from weightsync.transports.factory import TransportFactory
 from weightsync.transports.tokens import (
@@ -311,7 +312,7 @@ def cold_server(command: str, checkpoint: str, token: str | None) -> Iterator[Se
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509  # it calls the kernel alone
+                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509  # kernel calls alone
             )
         except (OSError, ValueError) as exc:
             raise ConfigError(f"the cold server cannot be started: {exc}") from exc
@@ -331,14 +332,6 @@ def _words(command: str) -> list[str]:
         if not any(needed in word for word in words):
             raise ConfigError(f"--cold has no {needed}, in whose place the value is put")
     return words
-
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _await(server: Server, process: subprocess.Popen[bytes], log: Any) -> None:

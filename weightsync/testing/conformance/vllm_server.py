@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from vllm.distributed.weight_transfer import (
     WeightSource,
     WeightTransferTrainerFactory,
 )
+
+from weightsync.processes import end_with
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -178,6 +181,7 @@ class Server(Address):
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509  # kernel calls alone
             )
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline and self._process.poll() is None:
