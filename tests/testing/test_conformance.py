@@ -88,12 +88,28 @@ class TestTwo(Plain):
     ended.assert_outcomes(failed=2, xfailed=1)
 
 
-def test_a_name_of_no_test_is_an_error(pytester: pytest.Pytester) -> None:
+def test_a_fixture_that_fails_is_an_error_in_a_test_that_is_known_to_fail(
+    pytester: pytest.Pytester,
+) -> None:
     ended = run(
-        pytester, 'class TestOne(Plain):\n    engine = "one"\n    broken = {"test_no": ""}\n'
+        pytester,
+        """
+class TestLost(Plain):
+    engine = "lost"
+    result = None
+    broken = {"test_it_is_more": "it is nothing", "test_it_is_one": "as well"}
+""",
+    )
+    ended.assert_outcomes(errors=3)
+
+
+@pytest.mark.parametrize("name", ["test_no", "engine"])
+def test_a_name_of_no_test_is_an_error(pytester: pytest.Pytester, name: str) -> None:
+    ended = run(
+        pytester, f'class TestOne(Plain):\n    engine = "one"\n    broken = {{"{name}": ""}}\n'
     )
     assert ended.ret == pytest.ExitCode.USAGE_ERROR
-    ended.stderr.fnmatch_lines(["*TestOne: no test is called test_no*"])
+    ended.stderr.fnmatch_lines([f"*TestOne: no test is called {name}*"])
 
 
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:

@@ -1,9 +1,9 @@
 """vLLM's own engines `ipc` and `nccl` without a GPU: stand-ins for CUDA's memory handles and NCCL.
 
 Only what belongs to a driver is replaced, in the trainer and in the server's workers: the two
-functions of torch that make and open a CUDA handle (here of a file in /dev/shm, which lives as long
-as the tensor), and vLLM's communicator (here a group of Gloo). Gloo notices a peer that dies, and
-NCCL does not: a peer's death looks better here than it is.
+functions of torch that make and open a CUDA handle, and vLLM's communicator (here a group of Gloo).
+A handle here is a file in /dev/shm with a copy of the tensor: one that is overwritten while it is
+sent stays right here, and does not with CUDA. Gloo notices a peer that dies, and NCCL does not.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class GlooCommunicator:
 
 
 def install() -> None:
-    """Put the stand-ins in their places."""
+    """Put the stand-ins in their places, and remove files of processes that were killed."""
+    for path in _SHM.glob("conformance-*-*"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            path.unlink(missing_ok=True)
     cuda: Any = torch.cuda
     accelerator: Any = torch.accelerator
     accelerator.current_device_index = lambda: 0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import get_model
 
 from weightsync.integrations.vllm.checksums import held_checksums
@@ -29,10 +33,21 @@ class Probe:
         config.model_config.model = folder
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {}  # names of layers are unique in it
-        with set_current_vllm_config(config):
+        # Rotary caches are shared by all models of a process; this one computes its own.
+        with set_current_vllm_config(config), patch.dict(rotary_embedding._ROPE_DICT, clear=True):
             return held_checksums(get_model(vllm_config=config))
 
     def conformance_resources(self) -> dict[str, int]:
-        """Return how many descriptors and threads this process has."""
+        """Return how much this process has: memory without that of files, GPU memory included."""
         held = Held.now()
-        return {"descriptors": held.fds, "threads": held.threads}
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        nbytes = held.rss_nbytes
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            nbytes += total - free
+        return {
+            "descriptors": held.fds,
+            "threads": held.threads,
+            "segments": sum("/dev/shm/" in line for line in mapped),
+            "nbytes": nbytes,
+        }

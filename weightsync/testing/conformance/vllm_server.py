@@ -99,20 +99,25 @@ class Weights(WeightSource):  # type: ignore[misc]  # vLLM has no types here
         self.ended += 1
 
 
-class RecordingClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # as above
-    """vLLM's client, with a list of its calls."""
+def recording_client(url: str, timeout_s: float) -> HTTPVLLMWeightSyncClient:
+    """Return vLLM's client for HTTP, with a list `calls` of the paths and bodies that it posts."""
+    client: Any = HTTPVLLMWeightSyncClient(url, timeout=timeout_s)
+    post, client.calls = client._post, []
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        super().__init__(url, timeout=timeout_s)
-        self.calls: list[str] = []
+    def record(path: str, json: dict[str, Any] | None = None) -> None:
+        client.calls.append((path.strip("/"), json))
+        post(path, json)
 
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        self.calls.append(path)
-        super()._post(path, json)
+    client._post = record
+    return client
+
+
+class StillWaits(Exception):
+    """A call did not end within its bound."""
 
 
 def within(bound_s: float, work: Callable[[], Any]) -> Any:
-    """Return what `work` returns, or raise its error; fail if neither comes in time."""
+    """Return what `work` returns, or raise its error; raise StillWaits if neither comes in time."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -124,7 +129,8 @@ def within(bound_s: float, work: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(bound_s)
-    assert ended, f"it still waits after {bound_s:g} s"
+    if not ended:
+        raise StillWaits(f"after {bound_s:g} s")
     result, error = ended[0]
     if error is not None:
         raise error
@@ -154,9 +160,11 @@ class Server(Address):
         self._folder = folder
         self._tied = tied
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # Bound and never listening: no other program takes the port, and vLLM binds it as well.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        port = self._port.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
         self._checkpoint = self._save("started", weights_of(0))
         self._command = [
@@ -217,7 +225,7 @@ class Server(Address):
         return self._ask("conformance_wanted", str(self._save("wanted", tensors)))
 
     def resources(self) -> dict[str, int]:
-        """Return how many descriptors and threads its worker has."""
+        """Return what its worker has: `descriptors`, `threads`, mapped `segments`, `nbytes`."""
         return self._ask("conformance_resources")
 
     def generate(self) -> None:
