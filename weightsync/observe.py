@@ -45,26 +45,47 @@ def call_span(call: str, report: Callable[[], SyncReport | None]) -> Iterator[No
     """Open an OpenTelemetry span around a call of a sender, if this program has imported it.
 
     The span is `weightsync.` and the method's name. An error of the block is recorded in it, else
-    the figures of `report`, called after the block.
+    the figures of `report`, called after the block. Errors of OpenTelemetry, for instance of a
+    span processor, are logged, and do not affect the call.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         yield
         return
-    name = f"weightsync.{call.partition('(')[0]}"
-    with trace.get_tracer("weightsync").start_as_current_span(name) as span:
+    span = None
+    with _logged("a span was not opened"):
+        span = trace.get_tracer("weightsync").start_span(f"weightsync.{call.partition('(')[0]}")
+    if span is None:
         yield
-        made = report()
-        if made is not None:
-            span.set_attributes(
-                {
-                    **made.metrics("weightsync."),
-                    "weightsync.nbytes": made.nbytes,
-                    "weightsync.path": made.path,
-                    "weightsync.verified": made.verified,
-                    "weightsync.update_id": made.update_id,
-                }
-            )
+        return
+    try:
+        with trace.use_span(span):
+            yield
+            with _logged("a span has no figures"):
+                span.set_attributes(_figures(report()))
+    finally:
+        with _logged("a span was not ended"):
+            span.end()
+
+
+@contextmanager
+def _logged(said: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.warning("OpenTelemetry: %s", said, exc_info=True)
+
+
+def _figures(report: SyncReport | None) -> dict[str, int | float | str]:
+    if report is None:
+        return {}
+    return {
+        **report.metrics("weightsync."),
+        "weightsync.nbytes": report.nbytes,
+        "weightsync.path": report.path,
+        "weightsync.verified": report.verified,
+        "weightsync.update_id": report.update_id,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,79 +283,103 @@ _LAST_CALL_S = 1.0
 """Timeout of the wait for the callback's last call of an update."""
 
 
+class _Update:
+    """What is known of the update that is sent, or that comes next."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.phase: Phase = "transfer"
+        self.end: Phase = "done"
+        self.version: int | None = None
+        self.nbytes = 0
+        self.started = 0.0
+        self.engines: dict[str, TransferProgress] = {}
+        self.calls: dict[str, ObservedCall] = {}
+        self.done: set[str] = set()
+
+    def snapshot(self) -> Progress:
+        """Return its progress."""
+        total, engines, done = self.nbytes, self.engines, dict[str, int]()
+        for target, call in dict(self.calls).items():
+            progress = engines.get(call.backend) if call.rank == 0 else None
+            if self.phase == "done" or target in self.done:
+                done[target] = total
+            else:
+                done[target] = min(_taken(progress, call.reader), total) if progress else 0
+        finished = self.phase == "done" or (self.phase == "finish" and not done)
+        return Progress(
+            phase=self.phase,
+            version=self.version,
+            done_nbytes=total if finished else min(done.values(), default=0),
+            total_nbytes=total,
+            seconds=time.perf_counter() - self.started,
+            receivers=done,
+        )
+
+
 class ProgressObserver(Observer):
     """Observer that calls `callback` about ten times a second during an update, and at its end.
 
-    One thread makes all calls of an update; the sender waits for the last call only. After a
-    callback raised, the error is logged and the callback is not called again.
+    One thread makes all calls of an update; the sender waits for the last call only. An update
+    that begins while a call of the former one still runs is not shown. After a callback raised, the
+    error is logged and the callback is not called again.
     """
 
     def __init__(self, callback: OnProgress) -> None:
         self._callback: OnProgress | None = callback
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-        self._phase: Phase = "transfer"
-        self._end: Phase = "done"
-        self._version: int | None = None
-        self._total = 0
-        self._started = 0.0
-        self._engines: dict[str, TransferProgress] = {}
-        self._calls: dict[str, ObservedCall] = {}
-        self._done: set[str] = set()
+        self._update = _Update()
 
     def on_transfer_start(self, transfers: Sequence[ObservedTransfer], nbytes: int) -> None:
         """Start the calls: the engines know the stream of the update now."""
-        self._phase = "transfer"
-        self._calls, self._done = {}, set()
-        self._engines = {transfer.backend: transfer.progress for transfer in transfers}
-        layouts = [progress.layout for progress in self._engines.values()]
-        self._total = layouts[-1].manifest.nbytes if layouts else nbytes
-        if self._thread is None:
-            self._started = time.perf_counter()
-            self._stop = threading.Event()
+        update = self._update
+        update.phase = "transfer"
+        update.calls, update.done = {}, set()
+        update.engines = {transfer.backend: transfer.progress for transfer in transfers}
+        layouts = [progress.layout for progress in update.engines.values()]
+        update.nbytes = layouts[-1].manifest.nbytes if layouts else nbytes
+        if self._thread is None or not self._thread.is_alive():
+            update.started = time.perf_counter()
             self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="weightsync-progress", daemon=True
+                target=self._run, args=(update,), name="weightsync-progress", daemon=True
             )
             self._thread.start()
 
     def on_transfer_end(self) -> None:
-        self._engines = {}
+        self._update.engines = {}
 
     def on_request(self, call: ObservedCall) -> None:
-        request = call.request
+        update, request = self._update, call.request
         if isinstance(request, StartRequest):
-            self._version = request.version
+            update.version = request.version
         elif isinstance(request, UpdateRequest):
-            self._version = request.start.version if request.start else self._version
-            self._calls[call.target] = call
-        elif isinstance(request, FinishRequest) and self._thread is not None:
-            self._phase = "finish"
+            update.version = request.start.version if request.start else update.version
+            update.calls[call.target] = call
+        elif isinstance(request, FinishRequest):
+            update.phase = "finish"
 
     def on_reply(self, call: ObservedCall, reply: Reply | WeightSyncError | None) -> None:
         if isinstance(call.request, UpdateRequest) and not isinstance(reply, WeightSyncError):
-            self._done.add(call.target)
+            self._update.done.add(call.target)
 
     def on_done(self, error: BaseException | None) -> None:
         """Make the last call of the update, from the thread that made the others."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._end = "done" if error is None else "failed"
-        self._stop.set()
-        thread.join(_LAST_CALL_S)
-        if thread.is_alive():
-            logger.warning("the progress callback still runs after the end of its update")
-        self._version, self._engines = None, {}
-        self._calls, self._done = {}, set()
+        update, self._update = self._update, _Update()
+        update.end = "done" if error is None else "failed"
+        update.stop.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_CALL_S)
+            if self._thread.is_alive():
+                logger.warning("the progress callback still runs after the end of its update")
 
-    def _run(self, stop: threading.Event) -> None:
+    def _run(self, update: _Update) -> None:
         while True:
-            last = stop.is_set()
+            last = update.stop.is_set()
             if last:
-                self._phase = self._end
+                update.phase = update.end
             try:
                 if self._callback is not None:
-                    self._callback(self._snapshot())
+                    self._callback(update.snapshot())
             except Exception:
                 self._callback = None
                 logger.warning(
@@ -342,25 +387,7 @@ class ProgressObserver(Observer):
                 )
             if last or self._callback is None:
                 return
-            stop.wait(INTERVAL_S)
-
-    def _snapshot(self) -> Progress:
-        total, engines, done = self._total, self._engines, dict[str, int]()
-        for target, call in dict(self._calls).items():
-            progress = engines.get(call.backend) if call.rank == 0 else None
-            if self._phase == "done" or target in self._done:
-                done[target] = total
-            else:
-                done[target] = min(_taken(progress, call.reader), total) if progress else 0
-        finished = self._phase == "done" or (self._phase == "finish" and not done)
-        return Progress(
-            phase=self._phase,
-            version=self._version,
-            done_nbytes=total if finished else min(done.values(), default=0),
-            total_nbytes=total,
-            seconds=time.perf_counter() - self._started,
-            receivers=done,
-        )
+            update.stop.wait(INTERVAL_S)
 
 
 def _taken(progress: TransferProgress, reader: int) -> int:

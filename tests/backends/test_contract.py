@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
+import torch
 
 from tests import children
 from tests.docs.pages import blocks
 from weightsync.backends import registry
+from weightsync.backends.base import Backend
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.ipc.transfer import IncomingTransfer
 from weightsync.testing import BackendContract
 from weightsync.weights.copy_plan import Memory
+from weightsync.wire.codec import decode_payload
 
 children.load_beforehand("weightsync.testing.backend_contract", "pytest")
 PAGE = "docs/writing-a-backend.md"
@@ -105,20 +109,79 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         del sys.modules[MODULE]
 
 
+@pytest.fixture
+def spool(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The page's module, with a directory of the test's own."""
+    monkeypatch.setattr(registry, "_endpoints", {})
+    monkeypatch.setenv("SPOOL_DIRECTORY", str(tmp_path))
+    yield page
+    page.SpoolSender().close()  # which removes what a killed one left
+    assert [path.name for path in tmp_path.iterdir()] == ["id"]
+
+
 class TestSpool(Quick):
-    """Runs with the page's own directory and its own fault."""
+    """Runs with the page's own fault."""
 
     @pytest.fixture(autouse=True)
-    def directory(
-        self, page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[None]:
-        monkeypatch.setattr(type(self), "backend", page.Spool, raising=False)
-        monkeypatch.setattr(registry, "_endpoints", {})
-        monkeypatch.setenv("SPOOL_DIRECTORY", str(tmp_path))
-        self.page = page
-        yield
-        page.SpoolSender().close()  # which removes what a killed one left
-        assert [path.name for path in tmp_path.iterdir()] == ["id"]
+    def named(self, spool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(self), "backend", spool.Spool, raising=False)
+        self.page = spool
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page.TestSpool.corrupt(self, monkeypatch)
+
+
+def contract_of(made: type[Backend]) -> BackendContract:
+    class Made(Quick):
+        backend = made
+
+    return Made()
+
+
+def test_a_backend_that_reuses_memory_of_a_hook_is_found(spool: Any) -> None:
+    class Receiver(spool.SpoolReceiver):  # type: ignore[misc]  # a class of the page
+        def __init__(self) -> None:
+            self.kept: dict[int, torch.Tensor] = {}
+
+        def _read(self, file: Any, offset: int, nbytes: int) -> Any:
+            fresh = super()._read(file, offset, nbytes)
+            return self.kept.setdefault(offset, fresh).copy_(fresh)
+
+    class Reusing(spool.Spool):  # type: ignore[misc]  # as above
+        name = "reusing"
+
+        def receiver_engine(self, device_keys: Any) -> Any:
+            return Receiver()
+
+    with pytest.raises(AssertionError, match="was reused"):
+        contract_of(Reusing).test_memory_that_a_hook_keeps_is_not_reused()
+
+
+def test_a_backend_for_two_readers_with_lists_in_its_payload_is_right(spool: Any) -> None:
+    class Init(msgspec.Struct, frozen=True):
+        directory: str
+        hints: list[dict[str, str]]
+
+    class Sender(spool.SpoolSender):  # type: ignore[misc]  # a class of the page
+        def init_payload(self, reader: int, generation: int) -> Any:
+            return Init(self._directory.name, [{"any": "thing"}])
+
+    class Receiver(spool.SpoolReceiver):  # type: ignore[misc]  # as above
+        def init_transfer_engine(self, init_info: Any) -> None:
+            init = decode_payload(init_info.payload, Init)
+            plain = {"directory": init.directory}
+            super().init_transfer_engine(msgspec.structs.replace(init_info, payload=plain))
+
+    class Two(spool.Spool):  # type: ignore[misc]  # as above
+        name = "two"
+        max_readers = 2
+
+        def trainer_engine(self, *_: Any) -> Any:
+            return Sender()
+
+        def receiver_engine(self, device_keys: Any) -> Any:
+            return Receiver()
+
+    contract = contract_of(Two)
+    contract.test_several_receivers_hold_the_same()
+    contract.test_a_payload_from_elsewhere_is_refused()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 import weightsync as ws
 from tests.integrations.tiny_trl import COMMON, GROUPS, LORA, lower, prompts, sft_trainer, trl
 from tests.segments import opened_since
+from weightsync.integrations import trl as callback
 from weightsync.integrations.trl import WeightSyncCallback
 from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import live_segments
@@ -105,14 +107,17 @@ def test_a_source_of_ones_own(tmp_path: Path) -> None:
     assert all(torch.equal(received[name], wanted[name]) for name in wanted)
 
 
+VALUES = {"sync/version", "sync/seconds", "sync/gbps", "sync/stall_s"}
+
+
 class Reporter(TrainerCallback):
     """Stands where wandb's callback does."""
 
     def __init__(self) -> None:
-        self.seen: list[set[str]] = []
+        self.seen: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.seen.append(set(logs))
+        self.seen.append(dict(logs))
 
 
 def test_add_to_puts_the_values_before_the_reporters(tmp_path: Path) -> None:
@@ -121,8 +126,38 @@ def test_add_to_puts_the_values_before_the_reporters(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path, callbacks=[reporter], steps=1)
     sync.add_to(trainer)
     trainer.train()
-    values = {"sync/version", "sync/seconds", "sync/gbps", "sync/stall_s"}
-    assert values <= reporter.seen[0]
+    assert reporter.seen[0].keys() >= VALUES
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_update_at_the_end_is_logged(tmp_path: Path, adds: bool) -> None:
+    reporter = Reporter()
+    sync = WeightSyncCallback(ws.WeightReceiver(make_tiny_model().model).handle, every=9)
+    callbacks = [reporter] if adds else [reporter, sync]
+    trainer = sft_trainer(tmp_path, callbacks=callbacks, steps=1)
+    if adds:
+        sync.add_to(trainer)
+    trainer.train()
+    assert sync.version == 2  # at the start and at the end
+    last = trainer.state.log_history[-1]
+    assert last["sync/version"] == 2
+    assert last["step"] == 1
+    assert last.keys() >= VALUES
+    assert (reporter.seen[-1].get("sync/version") == 2) == adds
+
+
+def test_the_rate_of_several_updates_is_bytes_over_their_time() -> None:
+    receiver = ws.WeightReceiver(make_tiny_model().model)
+    with ws.connect(make_tiny_model().model, to=receiver.handle) as sender:
+        made = sender.send_weights()
+    fast = replace(made, nbytes=2_000_000_000, seconds={"total": 1.0}, stall_s=0.1)
+    slow = replace(made, nbytes=2_000_000_000, seconds={"total": 3.0}, stall_s=0.2)
+    assert callback._values([fast, slow]) == {
+        "sync/version": 1,
+        "sync/seconds": 2.0,
+        "sync/gbps": 1.0,
+        "sync/stall_s": 0.2,
+    }
 
 
 def test_a_send_that_fails_ends_the_training_and_the_connection(tmp_path: Path) -> None:

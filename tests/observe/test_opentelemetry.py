@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -66,6 +68,39 @@ def test_an_error_is_recorded(spans: InMemorySpanExporter) -> None:
     span = by_name(spans)["weightsync.send_weights"]
     assert span.status.status_code is StatusCode.ERROR
     assert [event.name for event in span.events] == ["exception"]
+
+
+class Broken(SpanProcessor):
+    """A processor that raises when a span begins, or when it ends."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        if self._at == "start":
+            raise RuntimeError("planted")
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._at == "end":
+            raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_a_processor_that_raises_does_not_affect_the_update(
+    at: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(Broken(at))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    receiver = ws.WeightReceiver(nn.Linear(4, 4))
+    with (
+        caplog.at_level(logging.WARNING, "weightsync"),
+        ws.connect(nn.Linear(4, 4), to=receiver.handle) as sender,
+    ):
+        assert sender.send_weights().version == 1
+    assert receiver.version == 1
+    assert any("OpenTelemetry: a span was not" in r.message for r in caplog.records)
+    provider.shutdown()
 
 
 def test_it_is_not_imported_for_programs_without_it() -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import nn
 
 import weightsync as ws
+from weightsync import observe
 from weightsync.observe import Observer, ProgressBar, Span, nested
 
 Event = dict[str, Any]
@@ -123,6 +124,29 @@ def test_a_failing_callback_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         assert sender.send_weights().version == 2
     assert len(calls) == 1
     assert sum("progress callback failed" in r.message for r in caplog.records) == 1
+
+
+def test_a_late_call_says_nothing_of_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of the first update ends when the second one is over."""
+    monkeypatch.setattr(observe, "_LAST_CALL_S", 0.01)
+    go, seen = threading.Event(), list[ws.Progress]()
+
+    def late(progress: ws.Progress) -> None:
+        seen.append(progress)
+        assert go.wait(30)
+
+    receiver = ws.WeightReceiver(make())
+    with ws.connect(make(), to=receiver.handle, progress=late) as sender:
+        sender.send_weights()
+        sender.send_weights()
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "weightsync-progress":
+                thread.join(30)
+        assert [progress.phase for progress in seen][1:] == ["done"]
+        assert seen[1].version == 1
+        sender.send_weights()
+    assert (seen[-1].phase, seen[-1].version) == ("done", 3)
 
 
 def test_an_observer_that_raises_does_not_affect_the_update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -147,7 +148,7 @@ def test_a_source_is_iterated_anew_and_its_error_is_raised(pair: tuple[Any, Any]
         ({"options": {"backend": "typo"}}, "there is no backend 'typo'; known: auto, gloo, ipc"),
         ({"source": None}, r"trainer_init\(\) needs source="),
         ({"source": 7}, "cannot send from a int"),
-        ({"client": object()}, r"a object does not show its server: .*InitInfo\(to="),
+        ({"client": object()}, r"a object does not show its servers: .*InitInfo\(to="),
         ({"source": {"a": torch.zeros(2)}}, "tensors"),
     ],
 )
@@ -174,13 +175,50 @@ def test_the_clients_of_vllm_show_their_servers() -> None:
     assert targets_of(HTTPVLLMWeightSyncClient("http://host:8000/")) == "vllm+http://host:8000"
 
 
+def test_a_client_that_may_talk_to_more_servers_has_to_name_them() -> None:
+    class FanOut(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM has no types here
+        """Sends every call to several servers; its base class knows the first."""
+
+    with pytest.raises(ws.ConfigError, match=r"FanOut does not show its servers.*the URLs of all"):
+        targets_of(FanOut("http://host:8000"))
+
+
+def test_the_report_is_that_of_the_last_call(pair: tuple[Any, Any]) -> None:
+    llm, model = pair
+    source = Streamed(model)
+    engine = started(source, InProcess(llm))
+    try:
+        report = engine.send_weights()
+        assert engine.report is report
+        source.fails_at = "model.norm.weight"
+        with pytest.raises(RuntimeError, match="lost its weights"):
+            engine.send_weights()
+        assert engine.report is None
+    finally:
+        engine.shutdown()
+
+
+def test_the_plugin_registers_both_engines() -> None:
+    code = (
+        "import sys\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Worker\n"
+        "from vllm.distributed.weight_transfer import WeightTransferTrainerFactory as Trainer\n"
+        "load_general_plugins()\n"
+        "assert 'weightsync' in Worker._registry\n"
+        "assert 'weightsync' in Trainer._registry\n"
+        "assert 'weightsync.integrations.vllm.trainer' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_a_vllm_without_trainer_engines_is_named_with_those_that_have_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plugin.register_trainer()  # again: does nothing
     monkeypatch.delattr(api, "WeightTransferTrainerFactory")
     monkeypatch.delitem(sys.modules, "weightsync.integrations.vllm.trainer")
-    with pytest.raises(ws.BackendUnavailableError, match=r"vLLM 0\.\d+\S* has no .* since 0\.28"):
+    with pytest.raises(ws.BackendUnavailableError, match=r"vLLM 0\.\d+\S* has no .* 0\.32 has"):
         __import__("weightsync.integrations.vllm.trainer")
 
 

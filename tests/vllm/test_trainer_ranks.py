@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
     ParamMeta,
     WeightSource,
     WeightTransferTrainerFactory,
@@ -74,12 +76,13 @@ def updates(rank: int) -> Any:
     return right, source.passes
 
 
-def wrong_rank(rank: int) -> str:
-    info = WeightsyncTrainerInitInfo(rank=0)
-    if rank == 0:
-        return ""
+def refused(rank: int, called: list[int], client: Any) -> str:
+    """Return the error of ranks that call themselves `called`; rank 0 has the client."""
+    info = WeightsyncTrainerInitInfo(rank=called[rank], options={"timeout_s": 60.0})
+    began = time.monotonic()
     with pytest.raises(ws.ConfigError) as caught:
-        WeightTransferTrainerFactory.trainer_init(info, client=object(), source=Stage(rank))
+        WeightTransferTrainerFactory.trainer_init(info, client=client, source=Stage(rank))
+    assert time.monotonic() - began < 30.0, "this rank waited for one that had failed"
     return str(caught.value)
 
 
@@ -93,5 +96,11 @@ def test_ranks_that_hold_different_layers_send_together_and_fail_together(ranks:
     assert ranks.run(updates) == [([True] * 4, 5)] * 2
 
 
-def test_a_second_rank_that_calls_itself_the_first_is_refused(ranks: Crew) -> None:
-    assert "rank 0, and this process is rank 1 of 2" in ranks.run(wrong_rank)[1]
+def test_a_second_rank_that_calls_itself_the_first_is_refused_on_both(ranks: Crew) -> None:
+    errors = ranks.run(refused, [0, 0], HTTPVLLMWeightSyncClient("http://127.0.0.1:9"))
+    assert all("rank 0, and this process is rank 1 of 2" in error for error in errors)
+
+
+def test_a_client_that_the_first_rank_refuses_ends_both(ranks: Crew) -> None:
+    errors = ranks.run(refused, [0, 1], object())
+    assert all("a object does not show its servers" in error for error in errors)

@@ -63,6 +63,17 @@ def test_a_steady_update_is_short() -> None:
     assert len(codec.encode(update)) + len(codec.encode(finish)) < 1024
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("field", ["stall_s", "seconds"])
+def test_a_duration_that_is_none_is_refused(field: str, value: float) -> None:
+    """A report with it could not be written as JSON."""
+    call = CALL_OF[FinishRequest]
+    plain = codec.reply_to_plain(StepReply(state="READY", version=1))
+    damaged = {**plain, field: value if field == "stall_s" else {"copy": value}}
+    with pytest.raises(ProtocolError, match=field):
+        codec.reply_from_plain(call, damaged)
+
+
 @pytest.mark.parametrize(
     ("info", "kind"),
     [

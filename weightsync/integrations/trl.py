@@ -81,9 +81,9 @@ class WeightSyncCallback(TrainerCallback):
     `source` is called with the model, and returns the callable or WeightSource to send instead.
     `settings` are those of `connect`.
 
-    The log gets `sync/version`, `sync/seconds` and `sync/gbps` (the means since the last entry),
-    and `sync/stall_s` (the longest). For wandb and similar loggers, register the callback with
-    `add_to`.
+    The log gets `sync/version`, and of the updates since its last entry the mean `sync/seconds`,
+    `sync/gbps` over all of their time, and the longest `sync/stall_s`. An update at the end is an
+    entry of its own. For wandb and similar loggers, register the callback with `add_to`.
 
     The connection is closed when training ends, or when the callback raises. A context manager
     around `trainer.train()` also ends it when training fails elsewhere. An error of `connect` or
@@ -119,10 +119,12 @@ class WeightSyncCallback(TrainerCallback):
         self._sender: WeightSender | None = None
         self._sent_step: int | None = None
         self._unlogged: list[SyncReport] = []
+        self._trainer: Trainer | None = None
 
     def add_to(self, trainer: Trainer) -> Self:
         """Register before the trainer's other callbacks, so that their logs contain the values."""
         trainer.callback_handler.callbacks.insert(0, self)
+        self._trainer = trainer
         return self
 
     def on_train_begin(
@@ -165,6 +167,12 @@ class WeightSyncCallback(TrainerCallback):
         if self._at_end and behind and self._sender is not None:
             self._sync(kwargs["model"], state.global_step)
         self.close()
+        if self._unlogged:
+            found, self._unlogged = _values(self._unlogged), []
+            if self._trainer is not None:
+                self._trainer.log(found)
+            else:
+                state.log_history.append({**found, "step": state.global_step})
 
     def on_log(
         self,
@@ -293,9 +301,10 @@ def _close_after_failure(sender: WeightSender) -> None:
 
 
 def _values(reports: list[SyncReport]) -> dict[str, float]:
+    seconds = sum(r.seconds["total"] for r in reports)
     return {
         **reports[-1].metrics(),
-        "sync/seconds": sum(r.seconds["total"] for r in reports) / len(reports),
-        "sync/gbps": sum(r.gbps for r in reports) / len(reports),
+        "sync/seconds": seconds / len(reports),
+        "sync/gbps": sum(r.nbytes for r in reports) / seconds / 1e9 if seconds else 0.0,
         "sync/stall_s": max(r.stall_s for r in reports),
     }

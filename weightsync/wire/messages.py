@@ -269,6 +269,9 @@ CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
 # Replies
 
 
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""A duration; reports print it and write it as JSON, so it is no NaN and not infinite."""
+
 WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*$")]
 
 
@@ -350,9 +353,9 @@ class StepReply(Message, frozen=True, kw_only=True):
     apply: str = ""
     verified: str = "none"
     nbytes: int = 0
-    stall_s: float = 0.0
+    stall_s: Seconds = 0.0
     peak_extra_nbytes: int = 0
-    seconds: dict[str, float] = {}
+    seconds: dict[str, Seconds] = {}
     table_digest: str | None = None
 
 
@@ -397,13 +400,13 @@ class UpdateRecord(Message, frozen=True, kw_only=True):
     update_id: str
     version: int
     at: float
-    duration_s: float
+    duration_s: Seconds
     nbytes: int
-    stall_s: float
+    stall_s: Seconds
     apply: str
     verified: str
     label: str | None = None
-    seconds: dict[str, float] = {}
+    seconds: dict[str, Seconds] = {}
 
 
 class OpenUpdate(Message, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from weightsync.errors import BackendUnavailableError
 from weightsync.integrations.vllm import pauses
@@ -20,21 +21,24 @@ BACKEND = "weightsync"
 
 
 def register() -> None:
-    """Register our engine with vLLM. Called by vLLM in each of its processes. Idempotent.
+    """Register our engines with vLLM. Called by vLLM in each of its processes. Idempotent.
 
-    Only the workers of a server that is configured for the engine import its module.
+    The worker's, and the trainer's where this vLLM has trainer engines. Only the workers of a
+    server that is configured for the engine, and trainers that name it, import its module.
     """
     _guard_pauses()
-    try:
+    with suppress(ValueError):  # already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "weightsync.integrations.vllm.engine", "WeightsyncEngine"
         )
-    except ValueError:  # already registered
-        return
+    with suppress(BackendUnavailableError):
+        register_trainer()
 
 
 def register_trainer() -> None:
-    """Register our trainer engine with vLLM. Importing `…vllm.trainer` calls it. Idempotent.
+    """Register our trainer engine with vLLM. Idempotent.
+
+    Importing `…vllm.trainer` calls it too: a trainer's process may load no plug-ins.
 
     Raises BackendUnavailableError for a vLLM without trainer engines.
     """
@@ -44,15 +48,13 @@ def register_trainer() -> None:
         )
     except ImportError as exc:
         raise BackendUnavailableError(
-            f"vLLM {_version()} has no trainer engines; they exist since 0.28, and 0.32 is tested. "
-            "weightsync.connect() works with older ones"
+            f"vLLM {_version()} has no trainer engines, and 0.32 has; weightsync.connect() works "
+            "with older ones"
         ) from exc
-    try:
+    with suppress(ValueError):  # already registered
         WeightTransferTrainerFactory.register_engine(
             BACKEND, "weightsync.integrations.vllm.trainer", "WeightsyncTrainerEngine"
         )
-    except ValueError:  # already registered
-        return
 
 
 def _version() -> str:

@@ -10,6 +10,7 @@ engine.shutdown()
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,13 +20,19 @@ from weightsync.errors import ConfigError
 from weightsync.integrations.vllm import plugin
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.server import SCHEME
+from weightsync.ranks.comm import join_ranks
 from weightsync.report import SyncReport
-from weightsync.sender import WeightSender, connect
+from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
 from weightsync.transports.base import Transport
 
 plugin.register_trainer()
 
-from vllm.distributed.weight_transfer.base import (  # noqa: E402  # refused above if too old
+from vllm import LLM  # noqa: E402  # refused above if too old
+from vllm.distributed.weight_transfer import (  # noqa: E402  # as above
+    HTTPVLLMWeightSyncClient,
+    RayVLLMWeightSyncClient,
+)
+from vllm.distributed.weight_transfer.base import (  # noqa: E402  # as above
     TrainerInitInfo,
     TrainerWeightTransferEngine,
 )
@@ -73,26 +80,20 @@ class WeightsyncTrainerEngine(
         `source` is vLLM's WeightSource, or any source of `weightsync.connect`. Raises ConfigError
         for arguments that do not fit, and the errors of `connect`.
         """
-        if source is None:
-            raise ConfigError(
-                "trainer_init() needs source=: a WeightSource, a module, a state dict"
-            )
-        own = sorted(_OWN_ARGUMENTS & init_info.options.keys())
-        if own:
-            raise ConfigError(f"options has {', '.join(own)}; trainer_init() has its own argument")
-        _check_rank(init_info)
-        to: Any = ()
-        if init_info.is_sender:
-            to = targets_of(client) if init_info.to is None else init_info.to
+        timeout_s = init_info.options.get("timeout_s", DEFAULT_TIMEOUT_S)
+        group = init_info.options.get("process_group")
+        # A rank that refuses its arguments raises on all of them: none is left in `connect`.
+        with closing(join_ranks(group, timeout_s=timeout_s, join_timeout_s=timeout_s)) as ranks:
+            to = ranks.together(lambda: _checked_targets(init_info, client, source))
         sender = connect(source, to, **init_info.options)
         return cls(sender, client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> SyncReport:
         """Send the source's weights; all workers use them on return. Every rank calls it.
 
-        Raises the errors of `WeightSender.send_weights`, on all ranks; the servers then hold the
-        former version, as a whole.
+        Raises the errors of `WeightSender.send_weights`, on all ranks.
         """
+        self.report = None
         self.report = self.sender.send_weights()
         return self.report
 
@@ -105,21 +106,34 @@ def targets_of(client: Any) -> str | list[Transport]:
     """Return the targets of `connect` that one of vLLM's clients talks to.
 
     `client` is an HTTPVLLMWeightSyncClient, a RayVLLMWeightSyncClient, an `LLM`, or an object with
-    an `LLM` in its attribute `llm`. Raises ConfigError for others.
+    an `LLM` in its attribute `llm`. Raises ConfigError for others, also for subclasses of the two
+    clients: one may talk to more servers than its base class knows.
     """
-    url = getattr(client, "base_url", None)
-    if isinstance(url, str):
-        return SCHEME + url
-    handles = getattr(client, "handles", None)
-    if isinstance(handles, list) and handles:
-        return [target for handle in handles for target in vllm_targets(handle)]
+    if type(client) is HTTPVLLMWeightSyncClient:
+        return SCHEME + str(client.base_url)
+    if type(client) is RayVLLMWeightSyncClient:
+        return [target for handle in client.handles for target in vllm_targets(handle)]
     for engine in (client, getattr(client, "llm", None)):
-        if callable(getattr(engine, "collective_rpc", None)):
+        if isinstance(engine, LLM):
             return list(vllm_targets(engine))
     raise ConfigError(
-        f"a {type(client).__name__} does not show its server: it has no base_url, handles or llm; "
-        "give WeightsyncTrainerInitInfo(to=...), the URL of the server or vllm_targets(engine)"
+        f"a {type(client).__name__} does not show its servers: it is no HTTPVLLMWeightSyncClient, "
+        "RayVLLMWeightSyncClient or LLM, and has no `llm`; give WeightsyncTrainerInitInfo(to=...), "
+        "the URLs of all servers or vllm_targets(engine)"
     )
+
+
+def _checked_targets(init_info: WeightsyncTrainerInitInfo, client: Any, source: Any) -> Any:
+    """Return the targets of `connect`, on rank 0. Raises ConfigError for what does not fit."""
+    if source is None:
+        raise ConfigError("trainer_init() needs source=: a WeightSource, a module, a state dict")
+    own = sorted(_OWN_ARGUMENTS & init_info.options.keys())
+    if own:
+        raise ConfigError(f"options has {', '.join(own)}; trainer_init() has its own argument")
+    _check_rank(init_info)
+    if not init_info.is_sender:
+        return ()
+    return targets_of(client) if init_info.to is None else init_info.to
 
 
 def _check_rank(init_info: WeightsyncTrainerInitInfo) -> None:
