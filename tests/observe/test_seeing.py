@@ -129,10 +129,11 @@ def test_a_failing_callback_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 def test_a_late_call_says_nothing_of_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of the first update ends when the second one is over."""
     monkeypatch.setattr(observe, "_LAST_CALL_S", 0.01)
-    go, seen = threading.Event(), list[ws.Progress]()
+    go, seen, threads = threading.Event(), list[ws.Progress](), list[threading.Thread]()
 
     def late(progress: ws.Progress) -> None:
         seen.append(progress)
+        threads.append(threading.current_thread())
         assert go.wait(30)
 
     receiver = ws.WeightReceiver(make())
@@ -140,9 +141,8 @@ def test_a_late_call_says_nothing_of_the_next_update(monkeypatch: pytest.MonkeyP
         sender.send_weights()
         sender.send_weights()
         go.set()
-        for thread in threading.enumerate():
-            if thread.name == "weightsync-progress":
-                thread.join(30)
+        for thread in threads.copy():
+            thread.join(30)
         assert [progress.phase for progress in seen][1:] == ["done"]
         assert seen[1].version == 1
         sender.send_weights()
