@@ -78,6 +78,29 @@ def test_derived_tensors_that_are_no_buffers_are_compared() -> None:
     assert held_checksums(Derived(2.0, 0.0))["absorbed"] != held["absorbed"]
 
 
+class Method:
+    """What a layer's `quant_method` may keep."""
+
+    def __init__(self) -> None:
+        self.scales = {"w1": torch.ones(2)}
+
+
+def test_derived_tensors_in_containers_and_in_the_quant_method_are_compared() -> None:
+    def layer() -> Any:
+        made: Any = nn.Linear(2, 2)
+        made.parts = [torch.ones(2), (torch.ones(3), 7)]
+        made.quant_method = Method()
+        return made
+
+    changed = layer()
+    changed.quant_method.scales["w1"][1] = 2.0
+    changed.parts[1][0][0] = 2.0
+    held, other = held_checksums(layer()), held_checksums(changed)
+    derived = {"parts.0", "parts.1.0", "quant_method.scales.w1"}
+    assert set(held) == {"weight", "bias"} | derived
+    assert {name for name in derived if held[name] != other[name]} == derived - {"parts.0"}
+
+
 class Packed(nn.Module):
     """A layer as vLLM packs it on a CPU: only its product is there."""
 

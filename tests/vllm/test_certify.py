@@ -34,10 +34,16 @@ def certify(url: str, to: Path) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_server_is_equal_to_a_cold_one_after_each_update(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers"), [*((name, 1) for name in ARCHITECTURES), ("Llama, untied", 2)]
+)
+def test_a_server_is_equal_to_a_cold_one_after_each_update(
+    name: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if workers > 1:  # the cold server inherits it
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     first, second = make_checkpoints(name, tmp_path)
-    with vllm_server(first, tmp_path / "server.log") as served:
+    with vllm_server(first, tmp_path / "server.log", workers=workers) as served:
         began = time.monotonic()
         code, found = certify(served.url, second)
         took = time.monotonic() - began
@@ -48,7 +54,7 @@ def test_a_server_is_equal_to_a_cold_one_after_each_update(name: str, tmp_path: 
     assert [step["checkpoint"] for step in found["steps"]] == ["B", "A", "B", "A"]
     assert all(step["checked"] > 10 for step in found["steps"])
     assert took < 180
-    print(f"{name}: {found['steps'][0]['checked']} tensors, {len(PROMPTS)} prompts, {took:.0f} s")
+    print(f"{name}, {workers}: {found['steps'][0]['checked']} tensors, {len(PROMPTS)} prompts, {took:.0f} s")
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:

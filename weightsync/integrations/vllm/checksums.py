@@ -1,12 +1,13 @@
 """Fingerprints of the weights that a vLLM worker computes with.
 
 On CPU vLLM packs linear layers and leaves an empty weight, so that its own checker compares empty
-tensors. A packed layer is multiplied with the unit vectors instead: the product is its weight.
+tensors. A packed layer is multiplied with the unit vectors instead: the product is its weight,
+where -0.0 is 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -43,7 +44,8 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, torch.Tensor]]:
     """Return each parameter and its layer, by name, in every place where it is used.
 
     Also what is derived, where it holds anything: buffers (scales, rotary caches), and tensors that
-    are plain attributes of a layer (the absorbed projections of MLA).
+    are plain attributes of a layer or of its `quant_method`, also in lists and dicts (the absorbed
+    projections of MLA).
     """
     layers = dict(model.named_modules())
     held = {
@@ -58,10 +60,28 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, torch.Tensor]]:
     }
 
 
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers, hooks and so on."""
+
+
 def _plain(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, held in vars(layer).items():
-        if isinstance(held, torch.Tensor) and name not in _STATES and not held.is_meta:
+        if name == "quant_method":
+            yield from _tensors(name, getattr(held, "__dict__", {}))
+        elif name not in _OF_TORCH and name not in _STATES:
+            yield from _tensors(name, held)
+
+
+def _tensors(name: str, held: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(held, torch.Tensor):
+        if not held.is_meta:
             yield name, held
+    elif isinstance(held, Mapping):
+        for key, one in held.items():
+            yield from _tensors(f"{name}.{key}", one)
+    elif isinstance(held, list | tuple):
+        for index, one in enumerate(held):
+            yield from _tensors(f"{name}.{index}", one)
 
 
 def _fingerprint(name: str, layer: nn.Module, parameter: torch.Tensor) -> int:
