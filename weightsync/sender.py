@@ -11,9 +11,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ from weightsync.shm.segment import cleanup_stale
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.specs import Manifest
 from weightsync.tensors import spec_of
+from weightsync.tracebacks import concise, shortened
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import exiting
 from weightsync.transports.factory import Target, Targets, TransportFactory
@@ -59,6 +61,7 @@ MAX_TIMEOUT_S = 1e6
 _RANKS_SLACK_S = 60.0
 
 
+@concise
 def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     source: object,
     to: Targets,
@@ -226,6 +229,7 @@ class WeightSender:
         """Seconds of the last connection, by phase; empty on ranks other than 0."""
         return dict(self._coordinator.paths.seconds) if self._coordinator else {}
 
+    @concise
     def send_weights(
         self,
         version: int | None = None,
@@ -278,8 +282,9 @@ class WeightSender:
             with suppress(WeightSyncError):
                 sending.result()
             raise
+        except WeightSyncError as exc:
+            raise shortened(exc) from exc.__cause__
 
-    @contextmanager
     def update(
         self,
         version: int | None = None,
@@ -288,13 +293,24 @@ class WeightSender:
         rewind: bool = False,
         partial: bool = False,
         trace: TracePath | None = None,
-    ) -> Iterator[UpdateTransaction | FollowerUpdate]:
+    ) -> AbstractContextManager[UpdateTransaction | FollowerUpdate]:
         """Open an update in which the caller sends the tensors.
 
         The update commits at the end of the block, and aborts if the block raises. `partial` allows
         a subset of the model (LoRA), based on the version that the receivers hold. The report is
         `update.last_report` afterwards.
         """
+        return _ConciseBlock(self._update(version, label, rewind, partial, trace))
+
+    @contextmanager
+    def _update(
+        self,
+        version: int | None,
+        label: str | None,
+        rewind: bool,
+        partial: bool,
+        trace: TracePath | None,
+    ) -> Iterator[UpdateTransaction | FollowerUpdate]:
         with self._call(f"update({version}, partial={partial})", trace) as coordinator:
             if coordinator is None:
                 with following(self._group) as followed:
@@ -303,6 +319,7 @@ class WeightSender:
                 with coordinator.updating(version, label, rewind=rewind, partial=partial) as update:
                     yield update
 
+    @concise
     def add(self, target: Target) -> SyncReport | None:
         """Add a receiver, and send it the current version if there is one.
 
@@ -311,6 +328,7 @@ class WeightSender:
         """
         return self._run("add", lambda leading: leading.add(self._make_transport(target)))
 
+    @concise
     def remove(self, target: str) -> None:
         """Remove the receiver with that name (`targets`), or all workers of a server by its URL.
 
@@ -318,6 +336,7 @@ class WeightSender:
         """
         self._run("remove", lambda leading: leading.remove(target))
 
+    @concise
     def resync(self, target: str) -> SyncReport:
         """Send the current version to a single receiver or server that missed it.
 
@@ -347,10 +366,12 @@ class WeightSender:
         )
         return self.shared_memory_usage()
 
+    @concise
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed. The next send reconnects."""
         self._run("release", lambda leading: leading.membership.disconnect())
 
+    @concise
     def close(self) -> None:
         """Disconnect from the receivers, move adopted parameters back and free all memory.
 
@@ -477,6 +498,26 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
         _free(group, coordinator)
 
 
+class _ConciseBlock(AbstractContextManager[T]):
+    """Context manager that raises its own errors as `concise` does, and the block's unchanged."""
+
+    def __init__(self, block: AbstractContextManager[T]) -> None:
+        self._block = block
+
+    @concise
+    def __enter__(self) -> T:
+        return self._block.__enter__()
+
+    @concise
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, traceback)
+
+
 def _required(report: SyncReport | None) -> SyncReport:
     if report is None:
         raise ProtocolError("rank 0 sent no report of the update")
@@ -513,6 +554,7 @@ _lock = threading.RLock()
 _connections: dict[Hashable, _Connection] = {}
 
 
+@concise
 def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     named_tensors: NamedTensors | Mapping[str, torch.Tensor] | nn.Module,
     to: Targets,
@@ -573,6 +615,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
                 latest.pairs = []
 
 
+@concise
 def close() -> None:
     """Close every connection that `send_weights` keeps; adopted parameters are moved back.
 

@@ -113,7 +113,7 @@ def test_the_known_names_send_to_actors(rollouts: list[Any], pair: list[Any]) ->
         ws.IPCWeightTransferEngine.trainer_send_weights(
             model.named_parameters(), {"send_mode": "ray", "llm_handle": rollouts}
         )
-    notes = "".join(caught.value.__notes__)
+    notes = "".join([str(caught.value), *caught.value.__notes__])
     assert all(actor_name(handle) in notes for handle in rollouts)
 
 
@@ -131,7 +131,7 @@ def test_the_errors_of_all_peers_are_gathered(rollouts: list[Any], pair: list[An
     before = held(rollouts[:1])
     with pytest.raises(ManifestMismatchError) as caught:
         ws.connect(make("everything"), to=[*pair, rollouts[0]])
-    notes = "".join(caught.value.__notes__)
+    notes = "".join([str(caught.value), *caught.value.__notes__])
     assert all(actor_name(handle) in notes for handle in pair)
     assert actor_name(rollouts[0]) not in notes
     assert held(rollouts[:1]) == before

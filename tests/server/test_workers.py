@@ -261,8 +261,12 @@ def test_an_error_names_all_that_failed(server: Server) -> None:
     with pytest.raises(ConfigError) as raised:
         server.workers.dispatch(LabelRequest(new_version="x"))
     assert str(raised.value) == "workers/0: first; workers/2: third"
-    assert raised.value.__notes__ == [
-        "workers/0: ConfigError: first",
+    assert not hasattr(raised.value, "__notes__")
+    refuse(server.receivers[0], LabelRequest, OSError("of another kind"))
+    with pytest.raises(OSError, match="of another kind") as foreign:
+        server.workers.dispatch(LabelRequest(new_version="x"))
+    assert foreign.value.__notes__ == [
+        "workers/0: OSError: of another kind",
         "workers/2: OSError: third",
     ]
 

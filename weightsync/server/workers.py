@@ -388,8 +388,9 @@ def _first_error(answers: Sequence[_Answer], *, finishing: bool) -> Exception:
         if finishing and done
         else ""
     )
-    for answer in failed:
-        error.add_note(f"{answer.name}: {type(answer.error).__name__}: {answer.error}")
-    if isinstance(error, WeightSyncError):
+    if not isinstance(error, WeightSyncError):
+        for answer in failed:
+            error.add_note(f"{answer.name}: {type(answer.error).__name__}: {answer.error}")
+    else:
         error.args = (f"{failed[0].name}: {error}{others}{split}", *error.args[1:])
     return error

@@ -546,15 +546,14 @@ def failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
     return [answer for answer in answers if answer.error is not None]
 
 
-def raise_first(answers: Sequence[MemberReply], doing: str) -> None:
-    """Raise the first error, with a note that names every member that failed."""
-    failed = failures(answers)
-    if not failed:
+def raise_first(answers: Sequence[MemberReply]) -> None:
+    """Raise the first error, with a note for each other member that failed."""
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if not errors:
         return
-    error = failed[0].error or WeightSyncError(doing)
-    for answer in failed:
-        error.add_note(f"{doing}: {answer.error}")
-    raise error
+    for other in errors[1:]:
+        errors[0].add_note(f"and {other}")
+    raise errors[0]
 
 
 LOST_ERRORS = (TransportError, NotReadyError, RemoteError)

@@ -196,7 +196,7 @@ class Membership:
         answers = self._fleet.call(
             lambda m: m.unfinished or FinishRequest(), pending, timeout_s=timeout_s
         )
-        self._drop_unreachable(answers, "finish", drops=drops)
+        self._drop_unreachable(answers, drops=drops)
         for answer in answers:
             answer.member.unfinished = None
             if answer.error is None:
@@ -209,7 +209,7 @@ class Membership:
             pending,
             timeout_s=timeout_s,
         )
-        self._drop_unreachable(answers, "abort", drops=drops)
+        self._drop_unreachable(answers, drops=drops)
         for answer in answers:
             answer.member.unaborted = None
         self._fleet.observe_versions(reply.version for reply in finished.values())
@@ -222,7 +222,7 @@ class Membership:
             self._paths.repair([m for m in chosen if m in self._fleet.members])
         ):
             if not self._fleet.may_drop(answer.member for answer in failed):
-                raise_first(failed, "rendezvous")
+                raise_first(failed)
             for answer in failed:
                 self.drop(answer.member, answer.error or TransferError("it did not join"))
 
@@ -328,9 +328,9 @@ class Membership:
 
     def _without_lost(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
         """Drop members without a status, with `drops`. Raises the first error that remains."""
-        self._drop_unreachable(answers, "status", drops=drops, kinds=LOST_ERRORS)
+        self._drop_unreachable(answers, drops=drops, kinds=LOST_ERRORS)
         staying = [answer for answer in answers if answer.member in self._fleet.members]
-        raise_first(staying, "status")
+        raise_first(staying)
         return staying
 
     def _query_servers(
@@ -370,13 +370,12 @@ class Membership:
         answer.member.unfinished, answer.member.unaborted = pending
         self.retry_pending([answer.member])
         again = self._fleet.call(StatusRequest(), [answer.member])
-        raise_first(again, "status")
+        raise_first(again)
         return again[0]
 
     def _drop_unreachable(
         self,
         answers: Sequence[MemberReply],
-        doing: str,
         *,
         drops: bool,
         kinds: tuple[type[WeightSyncError], ...] = (TransportError,),
@@ -384,6 +383,6 @@ class Membership:
         """Drop members that cannot be reached, with `drops`; else raise the first error."""
         lost = [answer for answer in answers if isinstance(answer.error, kinds)]
         if not drops or not self._fleet.may_drop(answer.member for answer in lost):
-            raise_first(lost, doing)
+            raise_first(lost)
         for answer in lost:
-            self.drop(answer.member, answer.error or TransferError(doing))
+            self.drop(answer.member, answer.error or TransferError("it was lost"))

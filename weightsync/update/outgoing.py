@@ -128,7 +128,7 @@ class UpdateTransaction:
         self._note(answers)
         if failures(answers) and not (self._drop_servers() and self._staying):
             self.abort("a receiver refused to start")
-            raise_first(answers, "start")
+            raise_first(answers)
 
     def send(self, named_tensors: NamedTensors) -> None:
         """Send tensors to every receiver; returns when all of them have loaded these."""
@@ -140,7 +140,7 @@ class UpdateTransaction:
         """Have every receiver check that the update is complete."""
         answers = self._call(PrepareRequest(update_id=self.update_id), self._staying)
         self._note(answers)
-        self._raise_unless_all(answers, "prepare")
+        self._raise_unless_all(answers)
 
     def finish(self) -> None:
         """Commit the update on every receiver.
@@ -175,7 +175,7 @@ class UpdateTransaction:
         self._note(answers)
         self._seconds["finish"] = time.perf_counter() - started
         if not self._staying:
-            raise_first(answers, "finish")
+            raise_first(answers)
 
     def abort(self, reason: str) -> None:
         """Abort the update on every receiver, unless a finish request was sent."""
@@ -291,7 +291,7 @@ class UpdateTransaction:
         self._note(answers)
         self._refuse_changed()
         self._seconds["load"] = time.perf_counter() - started
-        self._raise_unless_all(answers, "update_weights")
+        self._raise_unless_all(answers)
         for member in self._staying if self._whole and self._verify else ():
             if self._results[member.rank].digests.get(member.backend) is None:
                 raise ConfigError(
@@ -395,7 +395,7 @@ class UpdateTransaction:
             if error is not None:
                 logger.debug("after the stop: %s: %s", member.target, error)
 
-    def _raise_unless_all(self, answers: list[MemberReply], doing: str) -> None:
+    def _raise_unless_all(self, answers: list[MemberReply]) -> None:
         """Raise the first error, unless the PREPARED members can finish without the failed ones.
 
         They can where failed members are dropped, or where an in-place receiver cannot roll back.
@@ -412,7 +412,7 @@ class UpdateTransaction:
             going_on = names(answer.member for answer in prepared)
             logger.warning("update %s: rolling forward on %s", self.update_id, going_on)
             return
-        raise_first(answers, doing)
+        raise_first(answers)
 
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Raise when the update was cancelled, a receiver failed, or it has not read all bytes."""

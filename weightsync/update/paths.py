@@ -206,7 +206,7 @@ class PathSelector:
 
     def offer(self, members: Sequence[Member]) -> None:
         """Connect members by the path that they have. Raises the first error."""
-        raise_first(self._connect(members), "init")
+        raise_first(self._connect(members))
 
     def extend(self, member: Member) -> bool:
         """Connect a new member, or a member again; False where that needs other engines.
@@ -221,7 +221,7 @@ class PathSelector:
                 if self._backend(candidate.backend).collective and self._fleet.version:
                     # By itself: it receives the current version before the fleet's next update.
                     answers = self._handshake(candidate.backend, [member])
-                    raise_first(answers, "init")
+                    raise_first(answers)
                 else:
                     self.offer([member])
             except _PATH_ERRORS as exc:
@@ -482,7 +482,7 @@ def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
     """Return the results of paths that do not work; raise any other error."""
     failed = failures(answers)
     others = [answer for answer in failed if not isinstance(answer.error, _PATH_ERRORS)]
-    raise_first(others, "init")
+    raise_first(others)
     for answer in failed:
         answer.member.skipped[answer.member.path] = str(answer.error)
     return failed

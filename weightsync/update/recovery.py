@@ -49,7 +49,9 @@ def _end(
     logger.warning("update %s of a dead sender is %s", request.update_id, end)
     done = fleet.call(request, members)
     lost = [answer for answer in done if isinstance(answer.error, TransportError)]
-    raise_first(lost, f"ending update {request.update_id} of a dead sender")
+    if lost:
+        logger.warning("update %s of a dead sender could not be %s", request.update_id, end)
+    raise_first(lost)
     for answer in failures(done):
         logger.warning("%s refused: the update is over: %s", answer.member.target, answer.error)
     return [answer.step.version for answer in done if answer.error is None]
@@ -89,7 +91,7 @@ def abort_prepared(fleet: Fleet, member: Member) -> None:
     if held is None or answer.status.state != "PREPARED" or held != member.last_finish_sent:
         return
     request = AbortRequest(update_id=held, reason="its finish failed")
-    raise_first(fleet.call(request, [member]), "abort")
+    raise_first(fleet.call(request, [member]))
 
 
 def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool) -> None:
