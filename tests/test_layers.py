@@ -39,7 +39,7 @@ LAYERS = (
     layer("errors", "specs", "report", "tracebacks", mutual=True, stdlib_only=True),
     layer("wire", ban="torch"),
     layer("optimizer_steps", "processes", "profiling", "tensors"),
-    layer("shm"),
+    layer("shm", "arguments"),
     layer("cuda"),
     layer("queues", "weights"),
     layer("backends", "transports"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 
 import weightsync
-from weightsync import errors
 
 OPTIONAL = (
     "accelerate",
@@ -71,24 +70,51 @@ def test_types_are_told_what_a_name_is_at_run_time() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    lazy = {n: m for n, m in weightsync._MODULE_OF.items() if n not in weightsync._EXTRA_OF}
+    lazy = {n: m for n, m in weightsync._MODULE_OF.items() if n not in weightsync._SUBMODULES}
     assert told == lazy
 
 
-def failure(name: str) -> str | None:
-    """Return why `weightsync.name` cannot be had, None where it can."""
-    try:
-        getattr(weightsync, name)
-    except errors.BackendUnavailableError as exc:
-        # A lazy name whose extra is not installed says how to install it.
-        return None if "pip install 'weightsync[" in str(exc) else f"{name}: {exc}"
-    except AttributeError as exc:
-        return str(exc)
-    return None
-
-
 def test_every_name_of_all_resolves() -> None:
-    assert [why for name in weightsync.__all__ if (why := failure(name))] == []
+    assert [name for name in weightsync.__all__ if not hasattr(weightsync, name)] == []
+
+
+CORE_ONLY = """
+import inspect, sys
+for name in ("fastapi", "prometheus_client", "ray", "safetensors"):
+    sys.modules[name] = None  # as if it were not installed
+import weightsync as ws
+assert not hasattr(ws, "server") and not hasattr(ws, "ray") and hasattr(ws, "testing")
+assert "connect" in dict(inspect.getmembers(ws))
+from weightsync import *
+try:
+    ws.server
+except AttributeError as exc:
+    assert "pip install 'weightsync[server]'" in str(exc), exc
+try:
+    from weightsync import server
+except ImportError as exc:
+    assert isinstance(exc, ws.MissingExtraError)
+    assert "pip install 'weightsync[server]'" in str(exc), exc
+try:
+    ws.SafetensorsSource(sys.argv[1])
+except ws.MissingExtraError as exc:
+    assert "pip install 'weightsync[safetensors]'" in str(exc), exc
+else:
+    raise AssertionError
+print("done")
+"""
+
+
+def test_a_core_install_can_be_inspected_and_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", CORE_ONLY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr
 
 
 def test_all_names_nothing_twice() -> None:

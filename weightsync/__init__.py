@@ -19,6 +19,7 @@ from weightsync.errors import (
     ConnectError,
     HandleError,
     ManifestMismatchError,
+    MissingExtraError,
     NotReadyError,
     ProtocolError,
     RemoteError,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.sender import WeightSender, close, connect, send_weights
     from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
+    from weightsync.weights.safetensors_source import SafetensorsSource
     from weightsync.weights.sink import HookSink, WeightSink
     from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
 
@@ -79,6 +81,7 @@ __all__ = [
     "IPCWeightTransferUpdateInfo",
     "Manifest",
     "ManifestMismatchError",
+    "MissingExtraError",
     "ModuleSink",
     "ModuleSource",
     "NotReadyError",
@@ -113,11 +116,8 @@ __all__ = [
     "__version__",
     "close",
     "connect",
-    "ray",
     "register_backend",
     "send_weights",
-    "server",
-    "testing",
 ]
 
 _MODULES = {
@@ -139,8 +139,8 @@ _MODULES = {
     "weights.source": ("ModuleSource", "StateDictSource", "WeightSource"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-_MODULE_OF |= {"ray": "ray", "server": "server", "testing": "testing"}
-_EXTRA_OF = {"SafetensorsSource": "hf", "ray": "ray", "server": "server", "testing": "dev"}
+_SUBMODULES = ("ray", "server", "testing")
+_MODULE_OF |= {name: name for name in _SUBMODULES}
 
 
 def __getattr__(name: str) -> Any:
@@ -149,17 +149,12 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF[name]
     try:
         loaded = importlib.import_module(f"weightsync.{module}")
-    except ImportError as exc:
-        if name not in _EXTRA_OF:
-            raise
-        raise BackendUnavailableError(
-            f"weightsync.{name} needs more packages ({exc}): "
-            f"pip install 'weightsync[{_EXTRA_OF[name]}]'"
-        ) from exc
+    except MissingExtraError as exc:
+        raise AttributeError(str(exc)) from exc  # or hasattr() and inspect would raise
     value = loaded if module == name else getattr(loaded, name)
     globals()[name] = value  # later lookups do not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -2,7 +2,8 @@
 
 WeightSyncError
 +- ConfigError                wrong arguments, nothing moved (also a ValueError)
-+- BackendUnavailableError    a missing extra, no CUDA, another host or GPU
++- BackendUnavailableError    no CUDA, another host or GPU
+|  +- MissingExtraError       packages that are not installed (also an ImportError)
 +- ProtocolError              the two sides disagree
 |  +- ManifestMismatchError   .missing .unexpected .mismatched
 |  +- StaleVersionError       .held .offered
@@ -78,6 +79,40 @@ def _projection(names: Iterable[str]) -> str:
     return next((found[1] for name in names if (found := _GATE_OF_EXPERT.search(name))), "")
 
 
+def _rename_advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return the `rename` that makes the names equal, where they differ by one prefix."""
+    for longer, shorter, change in (
+        (unexpected, missing, "name.removeprefix({!r})"),
+        (missing, unexpected, "{!r} + name"),
+    ):
+        wanted = set(shorter)
+        for name in longer if len(longer) == len(wanted) else ():
+            prefix = name.removesuffix(shorter[0])
+            if prefix != name and {one.removeprefix(prefix) for one in longer} == wanted:
+                owner = "Your" if longer is unexpected else "Its"
+                return (
+                    f"{owner} names begin with {prefix!r}: "
+                    f"rename=lambda name: {change.format(prefix)}"
+                )
+    return ""
+
+
+_MISMATCH = re.compile(r".*: offered (\w+)(\[.*\]), wanted (\w+)(\[.*\])", re.DOTALL)
+
+
+def _cast_advice(
+    missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
+) -> str:
+    """Return the `dtype` that makes the tensors equal, where nothing else differs."""
+    found = [_MISMATCH.fullmatch(entry) for entry in mismatched]
+    wanted = {pair[3] for pair in found if pair is not None and pair[2] == pair[4]}
+    same = all(pair is not None and pair[2] == pair[4] for pair in found)
+    if missing or unexpected or not same or len(wanted) != 1 or "float" not in min(wanted):
+        return ""
+    kind = "tensor differs" if len(found) == 1 else "tensors differ"
+    return f"The {len(found)} {kind} in dtype only: dtype=torch.{wanted.pop()}"
+
+
 class WeightSyncError(Exception):
     """The base of every error that weightsync raises."""
 
@@ -88,6 +123,10 @@ class ConfigError(WeightSyncError, ValueError):
 
 class BackendUnavailableError(WeightSyncError):
     """A path or an extra cannot work here. Install what the message names, or take another path."""
+
+
+class MissingExtraError(BackendUnavailableError, ImportError):
+    """A module needs packages that are not installed. Install the extra that the message names."""
 
 
 class ProtocolError(WeightSyncError):
@@ -123,6 +162,8 @@ class ManifestMismatchError(ProtocolError):
         found = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in groups if names]
         remedy = (
             convert_experts(self.missing, self.unexpected)
+            or _rename_advice(self.missing, self.unexpected)
+            or _cast_advice(self.missing, self.unexpected, self.mismatched)
             or "Map names with rename=, cast with dtype=, or send a subset with partial=True."
         )
         return f"the tensors offered do not fit the receiver; {'; '.join(found)}. {remedy}"

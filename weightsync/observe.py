@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync.backends.base import Mark, TransferProgress
-from weightsync.errors import BackendUnavailableError, ConfigError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    MissingExtraError,
+    WeightSyncError,
+)
 from weightsync.wire.messages import (
     CALL_OF,
     FinishRequest,
@@ -269,7 +273,7 @@ def progress_callback(progress: Shown) -> OnProgress | None:
         try:
             return ProgressBar()
         except ImportError as exc:
-            raise BackendUnavailableError(
+            raise MissingExtraError(
                 f"progress=True needs rich ({exc}); pip install 'weightsync[cli]', or give a "
                 "callback"
             ) from exc

@@ -17,13 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
-import ray
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.receiver import WeightReceiver
-from weightsync.transports.ray_actor import METHOD, RayActorTransport
 from weightsync.wire import problem
 from weightsync.wire.messages import CALLS
+
+try:
+    import ray
+
+    from weightsync.transports.ray_actor import METHOD, RayActorTransport
+except ImportError as exc:
+    raise MissingExtraError(
+        f"weightsync.ray needs more packages ({exc}); pip install 'weightsync[ray]'"
+    ) from exc
 
 __all__ = ["GROUP", "RayActorTransport", "WeightSyncActor", "remote"]
 

@@ -122,6 +122,10 @@ class WeightReceiver:
             ResumeRequest: self._resume,
         }
 
+    def __repr__(self) -> str:
+        lifecycle = self._session.lifecycle
+        return f"<WeightReceiver at version {lifecycle.version}, {lifecycle.state.value}>"
+
     @property
     def version(self) -> int:
         """The version of the weights in use; 0 before the first update."""

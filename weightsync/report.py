@@ -122,4 +122,5 @@ class SyncReport(_FormerNames):
     def _exceptions(self) -> str:
         rolled = "; rolled forward" if self.rule == "roll-forward" else ""
         dropped = "".join(f"; dropped {target}: {why}" for target, why in self.dropped.items())
-        return rolled + dropped
+        skipped = "".join(f"; skipped {path}: {why}" for path, why in self.skipped_paths.items())
+        return rolled + dropped + skipped

@@ -21,9 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weightsync.arguments import Dtype, as_count, as_dtype, as_flag, as_nbytes, as_seconds
 from weightsync.backends.base import Backend, TransferOptions
 from weightsync.backends.registry import BackendChoice, adjusted, choose_backends
-from weightsync.errors import ConfigError, ProtocolError, SenderReplacedError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    ProtocolError,
+    SenderReplacedError,
+    WeightSyncError,
+    shorten,
+)
 from weightsync.observe import (
     ProgressObserver,
     Shown,
@@ -48,7 +55,7 @@ from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
 from weightsync.weights.module_sink import Rename
-from weightsync.weights.source import NamedTensors, as_source, find_ties
+from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties
 from weightsync.wire.messages import SharedMemoryUsage
 
 logger = logging.getLogger(__name__)
@@ -56,8 +63,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
-MAX_TIMEOUT_S = 1e6
-"""Eleven days; waits of the operating system overflow a little above."""
 _RANKS_SLACK_S = 60.0
 
 
@@ -66,11 +71,11 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     source: object,
     to: Targets,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype | None = None,
     rename: Rename | None = None,
     backend: BackendChoice = "auto",
     packed: bool | None = None,
-    bucket_nbytes: int | None = None,
+    bucket_nbytes: int | str | None = None,
     num_buckets: int | None = None,
     verify: bool = True,
     token: str | None = None,
@@ -87,15 +92,16 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
     - `source`: an nn.Module (plain, DDP or FSDP2), a state dict, a callable that returns fresh
       `(name, tensor)` pairs, or a WeightSource.
-    - `to`: a URL, a Ray actor, a callable that carries plain dicts (`receiver.handle`), a
-      Transport, or several of these. A server with several workers has one URL and counts as that
-      many receivers.
-    - `dtype` casts floating-point tensors before they are sent; `rename` maps names.
+    - `to`: a URL, a Ray actor, a WeightReceiver in this process, a callable that carries plain
+      dicts, a Transport, or several of these. A server with several workers has one URL and counts
+      as that many receivers.
+    - `dtype` casts floating-point tensors before they are sent, to torch.bfloat16 or "bfloat16" for
+      instance; `rename` maps names.
     - `backend`: `auto` takes the cheapest path that works for each receiver, of all backends that
       are registered; `ipc` knows only paths on the same host, `gloo` the path between hosts. Also a
       `Backend` of your own, or several, in the order in which they are tried.
     - `packed`: with None, receivers read stable parameters in place, and other tensors pass through
-      buckets. `bucket_nbytes` (rounded up to 64) and `num_buckets` size the buckets.
+      buckets. `bucket_nbytes` (rounded up to 64; also "8MB") and `num_buckets` size the buckets.
     - `adopt` allows parameters in host memory to be moved into shared memory.
     - `verify` compares fingerprints of the weights that arrive.
     - `token` and `verify_tls` are HttpTransport's, by default from the environment.
@@ -116,20 +122,18 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     SegmentError when `/dev/shm` has no room; BackendUnavailableError when no path works;
     TransferTimeout with the ranks that did not call; ConnectError or AuthError.
     """
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise ConfigError(
-            f"timeout_s must be positive and at most {MAX_TIMEOUT_S:.0f}, not {timeout_s}"
-        )
+    timeout_s = as_seconds("timeout_s", timeout_s)
+    as_flag("verify", verify)
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
     backends, unusable = choose_backends(backend)
     on_progress = progress_callback(progress)
     cleanup_stale()
     options = TransferOptions(
-        packed=packed,
-        bucket_nbytes=bucket_nbytes,
-        num_buckets=num_buckets,
-        adopt=adopt,
+        packed=as_flag("packed", packed, optional=True),
+        bucket_nbytes=as_nbytes("bucket_nbytes", bucket_nbytes),
+        num_buckets=as_count("num_buckets", num_buckets),
+        adopt=bool(as_flag("adopt", adopt)),
         timeout_s=timeout_s,
     )
     if len(backends) == 1:
@@ -193,6 +197,15 @@ class WeightSender:
         except BaseException:
             self._free()
             raise
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<WeightSender at version {self.version}, closed>"
+        coordinator = self._coordinator
+        if coordinator is None:
+            return f"<WeightSender at version {self.version}, rank {self._group.comm.rank}>"
+        by = f" by {self.path}" if coordinator.membership.connected else ", released"
+        return f"<WeightSender at version {self.version}, to {shorten(self.targets, 3)}{by}>"
 
     @property
     def version(self) -> int:
@@ -563,7 +576,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     version: int | None = None,
     label: str | None = None,
     rewind: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype | None = None,
     verify: bool = True,
     token: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -579,6 +592,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     the same errors as `connect` and `WeightSender.send_weights`.
     """
     with _lock:
+        dtype = as_dtype("dtype", dtype)
         source: nn.Module | _LatestTensors
         pairs: list[tuple[str, torch.Tensor]] = []
         if isinstance(named_tensors, nn.Module):
@@ -586,7 +600,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             identity: Hashable = id(source)
         else:
             given = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-            pairs = list(given)
+            pairs = list(checked_pairs(given))
             aliases = find_ties(pairs)
             pairs = [(name, tensor) for name, tensor in pairs if name not in aliases]
             specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ROOT, START_S, TOKEN, answer_of, weightsync
+from tests.cli.running import ROOT, START_S, TOKEN, answer_of, serving_tiny, weightsync
 from weightsync.cli.child import Child
 from weightsync.integrations.certificate import Server, differences
 from weightsync.serve.model import make_tiny_model
@@ -86,6 +86,13 @@ def test_what_differs_is_named_and_the_exit_code_says_so(checkpoints: dict[str, 
     assert "prompt 0, token" in result.output or "update 3" in result.output
 
 
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[str]:
+    """A server of this file, which has had no update."""
+    with serving_tiny() as url:
+        yield url
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -100,15 +107,15 @@ def test_what_differs_is_named_and_the_exit_code_says_so(checkpoints: dict[str, 
     ],
 )
 def test_what_does_not_fit_is_one_line_and_moves_nothing(
-    url: str, checkpoints: dict[str, Path], more: tuple[str, ...], message: str
+    fresh: str, checkpoints: dict[str, Path], more: tuple[str, ...], message: str
 ) -> None:
-    before = Server(url, TOKEN).look()
-    given = ("certify", url, "--to", checkpoints["B"])
+    before = Server(fresh, TOKEN).look()
+    given = ("certify", fresh, "--to", checkpoints["B"])
     named = () if "--from" in more else ("--from", str(checkpoints["A"]))
     result = weightsync(*given, *named, *more)
     assert result.exit_code in (1, 2)
     (line,) = result.stderr.splitlines()
     assert message in line
-    after = Server(url, TOKEN).look()
+    after = Server(fresh, TOKEN).look()
     assert (after.version, after.checksums) == (before.version, before.checksums)
     assert differences(after, before) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.cli.options import SIZE_HELP, parse_size
+from weightsync.arguments import SIZE_HELP, parse_size
 from weightsync.errors import ConfigError
 
 

@@ -187,7 +187,7 @@ def test_a_push_that_is_ended_leaves_nothing(checkpoint: Path) -> None:
     ("hidden", "code", "said"),
     [
         ("", 2, "weightsync: nowhere does not exist; give a directory with"),
-        ("rich", 1, "push needs rich; pip install 'weightsync[hf,cli]'"),
+        ("rich", 1, "push needs rich; pip install 'weightsync[safetensors,cli]'"),
     ],
 )
 def test_a_process_ends_with_one_line(hidden: str, code: int, said: str, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 from weightsync import __version__
-from weightsync.errors import BackendUnavailableError
+from weightsync.errors import BackendUnavailableError, MissingExtraError
 
 try:
     import typer
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"the command line needs typer ({exc}); pip install 'weightsync[cli]'"
     ) from exc
 
@@ -38,13 +38,13 @@ VERBS = {
 
 EXTRAS = {
     "serve": "server,hf,cli",
-    "push": "hf,cli",
+    "push": "safetensors,cli",
     "status": "cli",
-    "verify": "hf,cli",
-    "certify": "hf,cli",
+    "verify": "safetensors,cli",
+    "certify": "safetensors,cli",
     "doctor": "cli",
     "bench": "server,cli",
-    "plot": "demo-tools",
+    "plot": "plot,cli",
     "demo": "demo-tools",
 }
 
@@ -103,7 +103,7 @@ def require(verb: str, *packages: str) -> None:
 def missing_package(verb: str, module: str | None) -> BackendUnavailableError:
     """Return the error of a verb that needs `module`, which is not installed."""
     package = (module or "a package").partition(".")[0]
-    return BackendUnavailableError(f"weightsync {verb} needs {package}; {install(verb)}")
+    return MissingExtraError(f"weightsync {verb} needs {package}; {install(verb)}")
 
 
 def install(verb: str) -> str:

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weightsync.arguments import SIZE_HELP, parse_size
 from weightsync.backends.registry import backend_names
 from weightsync.cli.app import require
 from weightsync.cli.bench_broadcast import raw_broadcast
@@ -34,7 +35,6 @@ from weightsync.cli.bench_receiver import (
     total_nbytes,
 )
 from weightsync.cli.child import Child
-from weightsync.cli.options import SIZE_HELP, parse_size
 from weightsync.cli.output import ending, print_json
 from weightsync.cli.terminal import progress_bar
 from weightsync.errors import ConfigError, RemoteError, TransportError

@@ -1,19 +1,16 @@
-"""Options that several verbs share: sizes, seconds, tokens, TLS, and the kind of a server."""
+"""Options that several verbs share: seconds, tokens, TLS, and the kind of a server."""
 
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from weightsync.arguments import MAX_TIMEOUT_S
 from weightsync.errors import ConfigError
-from weightsync.sender import MAX_TIMEOUT_S
 from weightsync.transports.http import tls_context
 from weightsync.transports.tokens import read_token_file
 
@@ -28,27 +25,6 @@ CaFileOption = Annotated[
     Path | None,
     typer.Option(help="certificates to trust, PEM; else REQUESTS_CA_BUNDLE", show_default=False),
 ]
-
-SIZE_HELP = "512MiB or 512M (M = 1024 x 1024), 512MB (MB = 1000 x 1000), 0.5G, or a number of bytes"
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(?:([KMGT])(iB|B)?)?", re.ASCII | re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size; a part of a byte is cut off.
-
-    `512MiB` and `512M` count in powers of 1024, `512MB` in powers of 1000, as GNU coreutils do.
-    Upper and lower case are the same. Raises ConfigError for other forms, and for a size that no
-    address can reach.
-    """
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{text[:40]!r} is not a size; write {SIZE_HELP}")
-    number, prefix, unit = found.groups(default="")
-    base = 1000 if unit.upper() == "B" else 1024
-    nbytes = int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))
-    if nbytes > sys.maxsize:
-        raise ConfigError(f"{text!r} is {nbytes} bytes; a size is at most {sys.maxsize}")
-    return nbytes
 
 
 def seconds(text: str) -> Any:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.arguments import Dtype, as_dtype
+from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.specs import Manifest
 from weightsync.tensors import spec_of
 from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
@@ -19,9 +20,7 @@ try:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 except ImportError as exc:
-    raise BackendUnavailableError(
-        f"adapters need peft ({exc}); pip install 'weightsync[peft]'"
-    ) from exc
+    raise MissingExtraError(f"adapters need peft ({exc}); pip install 'weightsync[peft]'") from exc
 
 _BASE = "base_layer"
 _SAVED = "modules_to_save"
@@ -38,7 +37,8 @@ class MergedSource:
     tokens, or a layer whose weights are tied to an earlier layer without an adapter.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, *, dtype: Dtype | None = None) -> None:
+        dtype = as_dtype("dtype", dtype)
         self._base = _peft_model(model).get_base_model()
         self._tensors = ModuleTensors(self._base)
         self._names = self._plain_names()

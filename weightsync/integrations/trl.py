@@ -15,12 +15,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from weightsync import sender as sending
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.arguments import Dtype
+from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.integrations.trl_rollouts import ServedRollouts
 from weightsync.observe import Shown
 from weightsync.report import SyncReport
@@ -38,7 +38,7 @@ try:
         TrainingArguments,
     )
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"the trainers' callback needs transformers ({exc}); pip install 'weightsync[trl]'"
     ) from exc
 
@@ -52,11 +52,11 @@ Source = Callable[[nn.Module], object]
 class ConnectSettings(TypedDict, total=False):
     """The settings that `WeightSyncCallback` passes to `connect`, where they are documented."""
 
-    dtype: torch.dtype | None
+    dtype: Dtype | None
     rename: Rename | None
     backend: str
     packed: bool | None
-    bucket_nbytes: int | None
+    bucket_nbytes: int | str | None
     num_buckets: int | None
     verify: bool
     token: str | None

@@ -23,18 +23,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from weightsync.arguments import MAX_TIMEOUT_S
 from weightsync.backends.registry import choose_backends
 from weightsync.errors import (
-    BackendUnavailableError,
     ConfigError,
     ManifestMismatchError,
+    MissingExtraError,
     ProtocolError,
     TransferError,
     TransferTimeout,
 )
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
-from weightsync.sender import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, WeightSender, connect
+from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
 from weightsync.specs import Manifest
 from weightsync.transports.http import HttpTransport
 from weightsync.update.coordinator import OnFailure
@@ -51,7 +52,7 @@ try:
     from weightsync.server.listening import listen, url_of
     from weightsync.server.router import weight_router
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"this needs weightsync[server] and a verl with checkpoint engines, 0.9.1 ({exc})"
     ) from exc
 

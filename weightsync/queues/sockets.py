@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from weightsync.errors import (
-    BackendUnavailableError,
     ConfigError,
     ConnectError,
+    MissingExtraError,
     PeerLostError,
     ProtocolError,
     TransferError,
@@ -35,9 +35,7 @@ from weightsync.shm.wait import WaitPolicy, wait
 try:
     import zmq
 except ImportError as exc:
-    raise BackendUnavailableError(
-        "message queues need pyzmq; pip install 'weightsync[server]'"
-    ) from exc
+    raise MissingExtraError("message queues need pyzmq; pip install 'weightsync[server]'") from exc
 
 LOCAL, REMOTE = b"L", b"R"
 """Topics: messages that fit no slot, for this host; all messages, for other hosts."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.errors import BackendUnavailableError
+from weightsync.errors import MissingExtraError
 
 try:
     import transformers
     from transformers.utils import logging as transformers_logging
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"running a model needs transformers ({exc}); pip install 'weightsync[hf]'"
     ) from exc
 

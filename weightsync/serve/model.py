@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.serve.hugging_face import hf, hf_logging
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import (
@@ -188,7 +188,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
         return _load_directory(cached, SMOLLM2, dtype)
     for package in ("gguf", "accelerate"):
         if import_util.find_spec(package) is None:
-            raise BackendUnavailableError(
+            raise MissingExtraError(
                 f"reading {source.name} needs the package {package}; "
                 "pip install 'weightsync[demo-tools]'"
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor
 
@@ -91,7 +91,7 @@ def _count(value: object) -> int | None:
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"making a tokenizer needs tokenizers ({exc}); pip install 'weightsync[hf]'"
     ) from exc
 

@@ -23,8 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from weightsync.errors import (
-    BackendUnavailableError,
     ConfigError,
+    MissingExtraError,
     ProcessLostError,
     WeightSyncError,
 )
@@ -33,7 +33,7 @@ from weightsync.serve.child_process import Child, ChildSpec
 try:
     import psutil
 except ModuleNotFoundError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"process trees need the package {exc.name}; pip install 'weightsync[server]'"
     ) from exc
 

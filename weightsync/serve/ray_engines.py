@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.errors import BackendUnavailableError, ConfigError, ProcessLostError
+from weightsync.errors import ConfigError, MissingExtraError, ProcessLostError
 
 try:
     import ray
     from ray.exceptions import RayError, RayTaskError
 except ModuleNotFoundError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"engines on Ray need the package {exc.name}; pip install 'weightsync[ray]'"
     ) from exc
 

@@ -22,7 +22,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
 from msgspec.structs import asdict
 
-from weightsync.errors import BackendUnavailableError
+from weightsync.errors import MissingExtraError
 from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
@@ -34,7 +34,7 @@ from weightsync.wire.messages import OpenUpdate, SharedMemoryUsage, Status, Upda
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 except ModuleNotFoundError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"the status page needs the package {exc.name}; pip install 'weightsync[hf]'"
     ) from exc
 

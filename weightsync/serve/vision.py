@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.queues.codec import Tensor
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.openai_protocol import RequestError
@@ -18,7 +18,7 @@ from weightsync.serve.openai_protocol import RequestError
 try:
     from PIL import Image, ImageOps
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"reading images needs Pillow ({exc}); pip install 'weightsync[hf]'"
     ) from exc
 

@@ -7,9 +7,16 @@ Needs the extra `server`: the modules import fastapi and prometheus_client.
 
 from __future__ import annotations
 
-from weightsync.server.auth import Token, TokenAuth, resolve_token
-from weightsync.server.router import weight_router
-from weightsync.server.workers import Workers, worker_path, workers_router
+from weightsync.errors import MissingExtraError
+
+try:
+    from weightsync.server.auth import Token, TokenAuth, resolve_token
+    from weightsync.server.router import weight_router
+    from weightsync.server.workers import Workers, worker_path, workers_router
+except ImportError as exc:
+    raise MissingExtraError(
+        f"weightsync.server needs more packages ({exc}); pip install 'weightsync[server]'"
+    ) from exc
 
 __all__ = [
     "Token",

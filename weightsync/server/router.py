@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from weightsync.errors import NotReadyError, ProtocolError
+from weightsync.errors import ConfigError, NotReadyError, ProtocolError
 from weightsync.server.auth import check_authorization
 from weightsync.server.dispatcher import (
     DEFAULT_MAX_BODY_NBYTES,
@@ -105,8 +105,12 @@ def weight_router(
     handlers take the raw request, because a router has no middleware, and FastAPI reads a typed
     body first. `token=None` accepts every client that reaches the app; `TokenAuth` protects a whole
     app instead. `/metrics` shows `more_metrics` as well. Raises ConfigError for a token that a
-    header cannot carry.
+    header cannot carry, and for what is no receiver.
     """
+    if not callable(getattr(receiver, "dispatch", None)):
+        raise ConfigError(
+            f"a {type(receiver).__name__} is no receiver; give weight_router(WeightReceiver(sink))"
+        )
     if token is not None:
         check_token_text(token)
     dispatcher = AsyncDispatcher(receiver)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import BackendUnavailableError
 from weightsync.testing.faults import ACTS, Act, Event, Fault, Faults
 from weightsync.testing.faulty_transport import FaultyTransport
 from weightsync.testing.fleet import FleetMember, InProcessFleet, TinyModel
@@ -38,7 +37,4 @@ def __getattr__(name: str) -> Any:
         pytest.register_assert_rewrite(_CONTRACT, _PROCESSES)  # so that a failure shows the values
         return importlib.import_module(_CONTRACT).BackendContract
     except ImportError as exc:
-        raise BackendUnavailableError(
-            f"weightsync.testing.BackendContract needs more packages ({exc}): "
-            "pip install 'weightsync[dev]'"
-        ) from exc
+        raise AttributeError(f"{__name__}.{name} needs pytest ({exc})") from exc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from importlib import import_module
@@ -18,7 +18,17 @@ _SERVERS = "weightsync.integrations.servers"
 """Detects the kind of server behind a URL. Part of a higher layer, which imports all
 integrations."""
 
-Target = str | Callable[..., object] | Transport
+
+class LocalReceiver(Protocol):
+    """A WeightReceiver, which is of a higher layer."""
+
+    @property
+    def sink(self) -> object: ...
+
+    def handle(self, message: Mapping[str, object]) -> dict[str, object]: ...
+
+
+Target = str | Callable[..., object] | Transport | LocalReceiver
 Targets = Target | Iterable[Target]
 
 
@@ -105,9 +115,17 @@ def _transport(target: object) -> Transport:
         return made
     if hasattr(target, "call") and hasattr(target, "target"):
         return target  # type: ignore[return-value]  # a protocol, checked by its members
+    handle = getattr(target, "handle", None)
+    if callable(handle) and hasattr(target, "sink"):
+        return CallbackTransport(handle, handle.__qualname__)
+    if hasattr(target, "named_parameters"):
+        raise ConfigError(
+            f"to= is a module, a {type(target).__name__}; give a receiver of it: "
+            "WeightReceiver(module)"
+        )
     if callable(target):
         return CallbackTransport(target, getattr(target, "__qualname__", "callback"))
     raise ConfigError(
-        f"cannot send to a {type(target).__name__}; give a URL, a Ray actor, a callable that takes "
-        "and returns dicts, or a Transport"
+        f"cannot send to a {type(target).__name__}; give a URL, a Ray actor, a WeightReceiver, a "
+        "callable that takes and returns dicts, or a Transport"
     )

@@ -389,7 +389,7 @@ class HttpTransport(BaseTransport):
             )
         except ConnectError as exc:
             raise ConnectError(
-                f"{self._target} cannot be reached for {call}: {exc}; is the server running?"
+                f"{self._target} cannot be reached: {exc}; is the server running?"
             ) from exc
         except TimeoutError as exc:
             raise TransportTimeout(
@@ -403,7 +403,7 @@ class HttpTransport(BaseTransport):
                 if plain
                 else "name the certificates to trust with verify_tls= or REQUESTS_CA_BUNDLE"
             )
-            raise ConnectError(f"no TLS with {self._target} for {call}: {exc}; {advice}") from exc
+            raise ConnectError(f"no TLS with {self._target}: {exc}; {advice}") from exc
         except (http.client.HTTPException, OSError) as exc:
             raise ConnectError(
                 f"the connection to {self._target} broke during {call}: {exc}; try again (or is "

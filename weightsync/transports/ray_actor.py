@@ -115,8 +115,7 @@ def submit(method: Any, target: str, call: str, *args: object, **kwargs: object)
         return method.remote(*args, **kwargs)
     except Exception as exc:
         raise ConnectError(
-            f"{target} cannot be reached for {call}: {_one_line(exc)}; is it alive, and "
-            "of this cluster?"
+            f"{target} cannot be reached: {_one_line(exc)}; is it alive, and of this cluster?"
         ) from exc
 
 

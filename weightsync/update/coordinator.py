@@ -13,6 +13,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from weightsync.arguments import as_label
 from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
 from weightsync.ranks.commands import CheckMoved
 from weightsync.report import SyncReport
@@ -52,6 +53,7 @@ class Coordinator:
     def send(self, version: int | None, label: str | None, *, rewind: bool) -> SyncReport:
         """Send the source's current weights to every receiver, and return the report."""
         _check_version(version)
+        as_label(label)
         before = self.fleet.sent_counts
         last = version is not None
         while True:
@@ -145,6 +147,7 @@ class Coordinator:
     ) -> Iterator[UpdateTransaction]:
         """Open an update whose tensors the caller sends; it commits or aborts on every receiver."""
         _check_version(version)
+        as_label(label)
         before = self.fleet.sent_counts
         self.membership.ready()
         version, rewind = self._next(version, rewind=rewind)

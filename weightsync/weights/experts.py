@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
@@ -71,7 +72,7 @@ class PerExpertSource:
         source: object,
         *,
         layout: ExpertLayout = "qwen3_moe",
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
         names = _layout(layout)
@@ -156,7 +157,7 @@ class FusedExpertsSource:
         source: object,
         *,
         layout: ExpertLayout = "qwen3_moe",
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
         self._source = as_source(source, dtype=dtype)

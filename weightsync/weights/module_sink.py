@@ -62,6 +62,11 @@ def rename_with(rename: Rename | None) -> Callable[[str], str]:
         return lambda name: name
     if callable(rename):
         return rename
+    if not isinstance(rename, Mapping):
+        raise ConfigError(
+            f"rename is a mapping of names or a callable, not {rename!r}; to remove a prefix: "
+            f"lambda name: name.removeprefix({rename!r})"
+        )
     table = dict(rename)
     return lambda name: table.get(name, name)
 

@@ -11,22 +11,16 @@ from typing import Any
 
 import torch
 
+from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import (
-    BackendUnavailableError,
     ConfigError,
     ManifestMismatchError,
+    MissingExtraError,
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, dtype_name, sent_dtype
 from weightsync.weights.module_sink import Rename, rename_with
-
-try:
-    from safetensors import SafetensorError, safe_open
-except ImportError as exc:
-    raise BackendUnavailableError(
-        f"reading a checkpoint needs safetensors ({exc}); pip install 'weightsync[hf]'"
-    ) from exc
 
 _DTYPES: Mapping[str, str] = {
     "F64": "float64",
@@ -75,18 +69,18 @@ class SafetensorsSource:
     tensors on the way; `rename` maps names. A head is an alias of the embeddings where
     `config.json` ties them, or where both have the same bytes. Files that were replaced are read
     again for the next update, and must describe the same tensors. Raises ConfigError for a path
-    that is not such a checkpoint, and BackendUnavailableError, at import, without safetensors.
+    that is not such a checkpoint, and MissingExtraError without safetensors.
     """
 
     def __init__(
         self,
         path: Path | str,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
-        self._dtype = dtype
+        self._dtype = as_dtype("dtype", dtype)
         self._rename = rename_with(rename)
         self._read()
 
@@ -231,8 +225,14 @@ def _describe_stored(file: Path, name: str, header: Any) -> _Stored:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as exc:
+        import safetensors  # noqa: PLC0415  # not needed by a program that names the class alone
+    except ImportError as exc:
+        raise MissingExtraError(
+            f"reading a checkpoint needs safetensors ({exc}); pip install 'weightsync[safetensors]'"
+        ) from exc
+    try:
+        return safetensors.safe_open(file, framework="pt", device="cpu")
+    except (OSError, safetensors.SafetensorError) as exc:
         raise ConfigError(f"{file} cannot be read as a safetensors file: {exc}") from exc
 
 

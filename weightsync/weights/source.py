@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weightsync import optimizer_steps
+from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
 from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes
@@ -240,11 +241,11 @@ class ModuleSource:
         self,
         module: nn.Module,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
         self.module = module
-        self._dtype = dtype
+        self._dtype = as_dtype("dtype", dtype)
         self._fsdp = find_fsdp(module)
         self._reshard()
         self._found = ModuleTensors(module, rename=rename)
@@ -323,26 +324,32 @@ class ModuleSource:
 
 
 class IterableSource:
-    """The tensors of a callable that returns a new iterable of `(name, tensor)` for every update.
+    """The tensors of a callable that returns fresh `(name, tensor)` pairs for every update.
 
-    It is iterated once at `connect` for the manifest; the sender compares each tensor of a later
-    iteration with that. A DTensor is gathered when it is requested, so every rank must yield the
-    same names in the same order. `changed` collects the names of tensors that other code changed
-    during iterations, as YieldWatch detects it; the reader of `changed` also clears it.
+    Or a state dict, as `model.state_dict` does, whose tied tensors are sent once. The callable is
+    called once at `connect` for the manifest; the sender compares each tensor of a later call with
+    that. A DTensor is gathered when it is requested, so every rank must yield the same names in the
+    same order. `changed` collects the names of tensors that other code changed during iterations,
+    as YieldWatch detects it; the reader of `changed` also clears it.
     """
 
     def __init__(
         self,
-        factory: Callable[[], NamedTensors],
+        factory: Callable[[], NamedTensors | Mapping[str, torch.Tensor]],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
         self._factory = factory
         self._rename = rename_with(rename)
-        self._dtype = dtype
+        self._dtype = as_dtype("dtype", dtype)
         self.changed: list[str] = []
-        self._manifest = self._describe(factory())
+        given = factory()
+        self._aliases: dict[str, str] = {}
+        if isinstance(given, Mapping):
+            self._aliases = find_ties(checked_pairs(given.items()))
+        aliases = {self._rename(a): self._rename(name) for a, name in self._aliases.items()}
+        self._manifest = Manifest(self._describe(self._pairs(given)), aliases)
 
     @property
     def manifest(self) -> Manifest:
@@ -359,7 +366,7 @@ class IterableSource:
         watch = YieldWatch()
         last = len(self._manifest.specs) - 1
         try:
-            for i, (name, tensor) in enumerate(self._factory()):
+            for i, (name, tensor) in enumerate(self._pairs(self._factory())):
                 sent = self._rename(name)
                 watch.note(sent, tensor)
                 yield sent, tensor
@@ -381,10 +388,16 @@ class IterableSource:
         """Return None: the tensors may be new ones every time."""
         return None
 
-    def _describe(self, pairs: NamedTensors) -> Manifest:
-        return Manifest(
-            tuple(spec_of(self._rename(name), tensor, self._dtype) for name, tensor in pairs)
-        )
+    def _pairs(self, given: NamedTensors | Mapping[str, torch.Tensor]) -> NamedTensors:
+        if isinstance(given, Mapping):
+            return ((n, t) for n, t in given.items() if n not in self._aliases)
+        return given
+
+    def _describe(self, pairs: NamedTensors) -> tuple[TensorSpec, ...]:
+        specs = []
+        for name, tensor in checked_pairs(pairs):
+            specs.append(spec_of(self._rename(name), tensor, self._dtype))
+        return tuple(specs)
 
 
 class DescribedSource(IterableSource):
@@ -401,7 +414,7 @@ class DescribedSource(IterableSource):
         self,
         described: Any,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
         self._described = described
@@ -440,8 +453,10 @@ class DescribedSource(IterableSource):
             )
         return super().gather(name, tensor)
 
-    def _describe(self, _: NamedTensors) -> Manifest:
-        return super()._describe((meta.name, _unheld(meta)) for meta in self._metadata)
+    def _describe(self, _: NamedTensors) -> tuple[TensorSpec, ...]:
+        return tuple(
+            spec_of(self._rename(meta.name), _unheld(meta), self._dtype) for meta in self._metadata
+        )
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a tensor for every name, on the meta device where this rank does not hold it."""
@@ -508,17 +523,38 @@ class StateDictSource(IterableSource):
         self,
         state_dict: Mapping[str, torch.Tensor],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        self._aliases = find_ties(state_dict.items())
-        super().__init__(
-            lambda: ((n, t) for n, t in state_dict.items() if n not in self._aliases),
-            dtype=dtype,
-            rename=rename,
+        super().__init__(lambda: state_dict, dtype=dtype, rename=rename)
+
+
+def checked_pairs(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `(name, tensor)` pairs. Raises ConfigError for others and for tensors without data."""
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise ConfigError(
+            f"tensors are a module, a state dict or (name, tensor) pairs, not {pairs!r:.60}"
         )
-        aliases = {self._rename(a): self._rename(name) for a, name in self._aliases.items()}
-        self._manifest = Manifest(self._manifest.specs, aliases)
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple | list)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], torch.Tensor)
+        ):
+            raise ConfigError(
+                f"a source yields (name, tensor) pairs, and this one yields a "
+                f"{type(pair).__name__}: {pair!r:.60}"
+            )
+        name, tensor = pair
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"{name} is {str(tensor.layout).removeprefix('torch.')}; send a dense tensor, as "
+                "its to_dense() is"
+            )
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on the meta device and has no bytes to send")
+        yield name, tensor
 
 
 def find_ties(pairs: NamedTensors) -> dict[str, str]:
@@ -588,7 +624,7 @@ def _diverges(
 
 
 def as_source(
-    source: object, *, dtype: torch.dtype | None = None, rename: Rename | None = None
+    source: object, *, dtype: Dtype | None = None, rename: Rename | None = None
 ) -> WeightSource:
     """Return a WeightSource for a module, a state dict, a callable, or a WeightSource, also vLLM's.
 

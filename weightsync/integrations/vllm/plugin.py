@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from weightsync.errors import BackendUnavailableError
+from weightsync.errors import BackendUnavailableError, MissingExtraError
 from weightsync.integrations.vllm import pauses
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 except ImportError as exc:
-    raise BackendUnavailableError(
+    raise MissingExtraError(
         f"this needs a vLLM with weight transfer engines ({exc}); pip install 'weightsync[vllm]'"
     ) from exc
 
@@ -47,7 +47,7 @@ def register_trainer() -> None:
             WeightTransferTrainerFactory,
         )
     except ImportError as exc:
-        raise BackendUnavailableError(
+        raise MissingExtraError(
             f"vLLM {_version()} has no trainer engines, and 0.32 has; weightsync.connect() works "
             "with older ones"
         ) from exc

@@ -116,7 +116,7 @@ class VllmContract(Contract):
             server.start()
             yield server
         finally:
-            server.end()
+            server.close()
 
     @pytest.fixture
     def server(self, started: Server) -> Server:

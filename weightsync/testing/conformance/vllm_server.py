@@ -212,6 +212,11 @@ class Server(Address):
             self._process.wait(READY_S)
             self._process = None
 
+    def close(self) -> None:
+        """End it for good: its port is free again."""
+        self.end()
+        self._port.close()
+
     def post(self, path: str, body: Any = None) -> requests.Response:
         """Call an endpoint."""
         return requests.post(f"{self.url}/{path}", json=body, timeout=ANSWER_S)

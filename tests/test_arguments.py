@@ -1,0 +1,183 @@
+"""Arguments that a user may plausibly give: taken where they are clear, else one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from weightsync.server import weight_router
+
+
+def make() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def connected(**settings: Any) -> ws.WeightSender:
+    receiver = ws.WeightReceiver(make())
+    return ws.connect(**{"source": make(), "to": receiver.handle, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "torch.float32"},
+        {"packed": True, "bucket_nbytes": "8MB"},
+        {"packed": True, "bucket_nbytes": 8e6},
+        {"timeout_s": 5},
+        {"source": make().state_dict},
+        {"to": ws.WeightReceiver(make())},
+        {"to": [ws.WeightReceiver(make()), ws.WeightReceiver(make())]},
+    ],
+)
+def test_what_is_clear_is_taken(settings: dict[str, Any]) -> None:
+    with connected(**settings) as sender:
+        assert sender.send_weights().version == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bfloat"}, "dtype is a floating-point dtype, as torch.bfloat16 or 'bfloat16', "
+         "not 'bfloat'"),
+        ({"dtype": torch.int8}, "dtype is a floating-point dtype, as torch.bfloat16 or 'bfloat16', "
+         "not torch.int8"),
+        ({"bucket_nbytes": "8 apples"}, "bucket_nbytes: '8 apples' is not a size; write 512MiB"),
+        ({"bucket_nbytes": 0}, "bucket_nbytes is a positive integer, not 0"),
+        ({"num_buckets": 2.5}, "num_buckets is a positive integer, not 2.5"),
+        ({"timeout_s": "5"}, "timeout_s is a number of seconds, above 0 and at most 1000000, "
+         "not '5'"),
+        ({"timeout_s": None}, "timeout_s is a number of seconds, above 0 and at most 1000000, "
+         "not None"),
+        ({"timeout_s": float("nan")}, "timeout_s is a number of seconds, above 0 and at most "
+         "1000000, not nan"),
+        ({"rename": "model."}, "rename is a mapping of names or a callable, not 'model.'; to "
+         "remove a prefix: lambda name: name.removeprefix('model.')"),
+        ({"packed": "yes"}, "packed is True, False or None, not 'yes'"),
+        ({"verify": "no"}, "verify is True or False, not 'no'"),
+        ({"adopt": 1}, "adopt is True or False, not 1"),
+        ({"on_failure": "x"}, "on_failure must be abort or drop, not 'x'"),
+        ({"to": make()}, "to= is a module, a Linear; give a receiver of it: "
+         "WeightReceiver(module)"),
+        ({"to": 7}, "cannot send to a int; give a URL, a Ray actor, a WeightReceiver, a callable "
+         "that takes and returns dicts, or a Transport"),
+        ({"source": lambda: ["weight"]}, "a source yields (name, tensor) pairs, and this one "
+         "yields a str: 'weight'"),
+        ({"source": lambda: 7}, "tensors are a module, a state dict or (name, tensor) pairs, "
+         "not 7"),
+        ({"source": {"a": torch.ones(3, 3).to_sparse()}}, "a is sparse_coo; send a dense tensor, "
+         "as its to_dense() is"),
+        ({"source": {"a": torch.ones(3, device="meta")}}, "a is on the meta device and has no "
+         "bytes to send"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ws.ConfigError) as caught:
+        connected(**settings)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda sender: sender.send_weights(label=7), "label is a text of at most 256 characters"),
+        (lambda sender: sender.send_weights(label="x" * 257), "label is a text of at most 256"),
+        (lambda sender: sender.send_weights("3"), "a version is an integer from 0 to"),
+    ],
+)
+def test_arguments_of_an_update_are_checked_before_it(
+    call: Callable[[ws.WeightSender], object], message: str
+) -> None:
+    with connected() as sender:
+        with pytest.raises(ws.ConfigError, match=message):
+            call(sender)
+        assert sender.send_weights().version == 1
+
+
+def test_the_tensors_and_the_target_of_the_one_call_are_told_apart() -> None:
+    with pytest.raises(ws.ConfigError, match=r"pairs, not 'http://127\.0\.0\.1:9'"):
+        ws.send_weights("http://127.0.0.1:9", make())  # type: ignore[arg-type]  # that it is refused
+    receiver = ws.WeightReceiver(make())
+    model = make()
+    try:
+        assert ws.send_weights(model, receiver, dtype="float32").version == 1
+        assert ws.send_weights(model.state_dict(), receiver).version == 2
+    finally:
+        ws.close()
+
+
+def test_a_router_of_a_module_is_refused() -> None:
+    with pytest.raises(ws.ConfigError, match=r"a Linear is no receiver; give weight_router"):
+        weight_router(make(), token=None)  # type: ignore[arg-type]  # that it is refused
+
+
+def test_a_callable_state_dict_sends_tied_tensors_once() -> None:
+    model: Any = nn.Module()
+    target: Any = nn.Module()
+    for module in (model, target):
+        module.first, module.second = make(), make()
+        module.second.weight = module.first.weight
+    with closing(ws.WeightReceiver(target)) as receiver:
+        with ws.connect(model.state_dict, to=receiver) as sender:
+            assert sender.send_weights().tensors == 3
+            with torch.no_grad():
+                model.first.weight.fill_(3.0)
+            sender.send_weights()
+        assert torch.equal(target.second.weight, model.second.weight)
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        (make().bfloat16(), "The 2 tensors differ in dtype only: dtype=torch.float32"),
+        (
+            {f"policy.{name}": tensor for name, tensor in make().state_dict().items()},
+            "Your names begin with 'policy.': rename=lambda name: name.removeprefix('policy.')",
+        ),
+        (nn.Linear(5, 4), "Map names with rename=, cast with dtype=, or send a subset with"),
+        (nn.Linear(5, 4).bfloat16(), "Map names with rename=, cast with dtype=, or send a subset"),
+        ({"w": torch.ones(4, 4), "b": torch.ones(4)}, "Map names with rename=, cast with dtype="),
+    ],
+)
+def test_a_mismatch_says_what_would_fit(source: Any, advice: str) -> None:
+    with pytest.raises(ws.ManifestMismatchError) as caught:
+        connected(source=source)
+    assert advice in str(caught.value)
+
+
+def test_names_of_the_receiver_with_a_prefix() -> None:
+    receiver = ws.WeightReceiver(nn.Sequential(make()))
+    with pytest.raises(ws.ManifestMismatchError, match=r"Its names begin with '0\.'") as caught:
+        ws.connect(make(), to=receiver)
+    assert str(caught.value).endswith("rename=lambda name: '0.' + name")
+    with ws.connect(make(), to=receiver, rename=lambda name: "0." + name) as sender:
+        sender.send_weights()
+
+
+def test_both_sides_say_where_they_stand() -> None:
+    receiver = ws.WeightReceiver(make())
+    assert repr(receiver) == "<WeightReceiver at version 0, READY>"
+    with ws.connect(make(), to=receiver) as sender:
+        sender.send_weights()
+        assert repr(sender) == (
+            "<WeightSender at version 1, to WeightReceiver.handle by shared_memory>"
+        )
+        sender.release()
+        assert repr(sender) == "<WeightSender at version 1, to WeightReceiver.handle, released>"
+    assert repr(sender) == "<WeightSender at version 1, closed>"
+    assert repr(receiver) == "<WeightReceiver at version 1, READY>"
+
+
+def test_a_report_says_which_path_was_skipped() -> None:
+    with connected() as sender:
+        report = sender.send_weights()
+    assert "skipped" not in str(report)
+    object.__setattr__(report, "skipped_paths", {"cuda_ipc": "another GPU"})
+    assert str(report).endswith("; skipped cuda_ipc: another GPU")
