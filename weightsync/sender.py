@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from weightsync.errors import (
     ConfigError,
     ProtocolError,
     SenderReplacedError,
+    TransferCancelled,
     WeightSyncError,
     shorten,
 )
@@ -189,6 +191,7 @@ class WeightSender:
         self._make_transport = make_transport
         self._closed = False
         self._open_call: dict[str, object] = {}
+        self._in_flight: _InFlight | None = None
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _free_dropped, group, coordinator, self._pid)
         self._finalizer.atexit = False  # at exit the kernel frees everything
@@ -253,10 +256,11 @@ class WeightSender:
     ) -> SyncReport:
         """Send the source's current weights to every receiver; return when all use them.
 
+        The source must not change before this returns: a change is a VerificationError with the
+        names of the tensors, and nothing is committed. `send_async` lets it change meanwhile.
+
         `version` None is one more than the last version. Versions grow, unless `rewind` is set: the
-        trainer went back to an older checkpoint. The source may change again when this returns. A
-        change before is a VerificationError with the names of the tensors, and nothing is
-        committed. `trace` is the path of a file that rank 0 writes: this update in Chrome's trace
+        trainer went back to an older checkpoint. `trace` is the path of a file that rank 0 writes: this update in Chrome's trace
         format.
 
         Raises VerificationError, TransferError, TransportError or ProtocolError. The receivers are
@@ -265,6 +269,28 @@ class WeightSender:
         """
         return self._send_weights(version, label, rewind, trace, threading.Event())
 
+    def send_async(
+        self,
+        version: int | None = None,
+        *,
+        label: str | None = None,
+        rewind: bool = False,
+        trace: TracePath | None = None,
+        replace: bool = False,
+    ) -> Future[SyncReport]:
+        """Copy the source's weights, and send the copy from another thread: the source may change.
+
+        Returns when the copy is made, at the speed of memory copies; the future has the report, or
+        the error, which is also logged. The first call allocates memory for a whole model, on the
+        tensors' device, on every rank (sharded tensors are gathered), and connects again. Every
+        later update of this sender sends from the copy, those of `send_weights` too.
+
+        One update is in flight. A further call waits for it before it copies; with `replace` it
+        cancels the one in flight, whose future then has TransferCancelled. Other methods wait for
+        it. Every rank calls this. Raises the errors of the copy. Never run on a GPU.
+        """
+        return self._start_async(version, label, rewind, trace, replace=replace).future
+
     async def asend_weights(
         self,
         version: int | None = None,
@@ -272,19 +298,26 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         trace: TracePath | None = None,
+        snapshot: bool = False,
     ) -> SyncReport:
         """Do the same as `send_weights` without blocking the event loop.
 
         The source must not change before this returns: an optimizer step meanwhile is a
-        VerificationError. A cancellation stops the transfer and returns when the source is no
-        longer read.
+        VerificationError. With `snapshot` it may change as soon as this coroutine waits for the
+        first time: it begins with the copy of `send_async`, which blocks the loop. A cancellation
+        stops the transfer and returns when the source is no longer read.
         """
-        stop = threading.Event()
-        run = contextvars.copy_context().run
         # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
-        sending = asyncio.get_running_loop().run_in_executor(
-            None, run, self._send_weights, version, label, rewind, trace, stop
-        )
+        sending: asyncio.Future[SyncReport]
+        if snapshot:
+            flight = self._start_async(version, label, rewind, trace)
+            stop, sending = flight.stop, asyncio.wrap_future(flight.future)
+        else:
+            stop = threading.Event()
+            run = contextvars.copy_context().run
+            sending = asyncio.get_running_loop().run_in_executor(
+                None, run, self._send_weights, version, label, rewind, trace, stop
+            )
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -422,6 +455,28 @@ class WeightSender:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @concise
+    def _start_async(
+        self,
+        version: int | None,
+        label: str | None,
+        rewind: bool,
+        trace: TracePath | None,
+        *,
+        replace: bool = False,
+    ) -> _InFlight:
+        if replace and self._in_flight is not None:
+            self._in_flight.stop.set()
+        self._run("send_async", lambda leading: leading.take_snapshot())
+        flight = _InFlight()
+
+        def send() -> SyncReport:
+            return self._send_weights(version, label, rewind, trace, flight.stop, taken=True)
+
+        self._in_flight = flight
+        flight.start(send)
+        return flight
+
     def _send_weights(
         self,
         version: int | None,
@@ -429,11 +484,13 @@ class WeightSender:
         rewind: bool,
         trace: TracePath | None,
         stop: threading.Event,
+        *,
+        taken: bool = False,
     ) -> SyncReport:
         with self._call(f"send_weights({version}, rewind={rewind})", trace, stop) as coordinator:
             if coordinator is None:
                 return _required(self._group.serve().report)
-            return coordinator.send(version, label, rewind=rewind)
+            return coordinator.send(version, label, rewind=rewind, taken=taken)
 
     def _run(self, call: str, do: Callable[[Coordinator], object]) -> SyncReport | None:
         """Make one call on every rank: rank 0 runs it, the others execute rank 0's commands."""
@@ -449,9 +506,12 @@ class WeightSender:
     ) -> Iterator[Coordinator | None]:
         """Open one call of the user, which all ranks make; rank 0 gets the coordinator.
 
-        At the end of the block, rank 0 sends the other ranks its report or its error. Raises
-        ConfigError when another call is open, because a ring has one writer.
+        It waits for the update of `send_async` that is in flight. At the end of the block, rank 0
+        sends the other ranks its report or its error. Raises ConfigError when another call is open,
+        because a ring has one writer.
         """
+        if self._in_flight is not None:
+            self._in_flight.wait()
         group, coordinator = self._group, self._coordinator
         ours: object | None = object()
         try:
@@ -509,6 +569,43 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
         logger.warning("a sender was dropped without close(); its shared memory is freed")
         group.worker.expect_finalizer()
         _free(group, coordinator)
+
+
+class _InFlight:
+    """An update that another thread sends. `stop`, when set, cancels it."""
+
+    def __init__(self) -> None:
+        self.future: Future[SyncReport] = Future()
+        self.stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, send: Callable[[], SyncReport]) -> None:
+        """Send in a thread; the future gets its result."""
+        # It cannot be cancelled by itself: the ranks would make different calls.
+        self.future.set_running_or_notify_cancel()
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=run, args=(self._send, send), name="weightsync-send", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when it is over; at once in its own thread."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _send(self, send: Callable[[], SyncReport]) -> None:
+        try:
+            report = send()
+        except BaseException as exc:  # noqa: BLE001  # raised by the future
+            error = shortened(exc) if isinstance(exc, WeightSyncError) else exc
+            if self.stop.is_set():
+                error = TransferCancelled("the update was cancelled, or replaced by a newer one")
+            else:
+                logger.warning("send_async: %s: %s", type(error).__name__, error)
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(report)
 
 
 class _ConciseBlock(AbstractContextManager[T]):

@@ -42,6 +42,10 @@ class CheckMoved(Command, frozen=True, kw_only=True):
     """Return whether registered memory has moved. Sent between updates."""
 
 
+class TakeSnapshot(Command, frozen=True, kw_only=True):
+    """Copy the source's tensors. The copy is sent from now on, and every engine opened anew."""
+
+
 class Begin(Command, frozen=True, kw_only=True):
     """Start an update of these readers. With `pairs`, of other tensors than the model's."""
 
@@ -80,7 +84,18 @@ class Finished(Command, frozen=True, kw_only=True):
     problem: Problem | None = None
 
 
-AnyCommand = Open | Connect | CheckMoved | Begin | Transfer | KeepAlive | End | Withdraw | Finished
+AnyCommand = (
+    Open
+    | Connect
+    | CheckMoved
+    | TakeSnapshot
+    | Begin
+    | Transfer
+    | KeepAlive
+    | End
+    | Withdraw
+    | Finished
+)
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

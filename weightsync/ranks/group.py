@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
+from msgspec import structs
+
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.observe import Observers
 from weightsync.ranks.comm import CancelledError, RankComm, compare_manifests
@@ -16,6 +18,7 @@ from weightsync.ranks.commands import (
     End,
     Finished,
     RankInfo,
+    TakeSnapshot,
     decode_command,
     decode_rank_info,
     decode_result,
@@ -49,6 +52,11 @@ class RankGroup:
     def manifest(self) -> Manifest:
         """The manifest of the source."""
         return self.worker.source.manifest
+
+    def take_snapshot(self) -> None:
+        """Have all ranks copy their tensors, and send the copies from now on. Rank 0 only."""
+        self.run_on_all(TakeSnapshot())
+        self.rank_infos = [structs.replace(info, stable=True) for info in self.rank_infos]
 
     def run_on_all(
         self, command: AnyCommand, *, check: Callable[[], None] = lambda: None

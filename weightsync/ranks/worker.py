@@ -38,6 +38,7 @@ from weightsync.ranks.commands import (
     Open,
     RankInfo,
     ReadersByRank,
+    TakeSnapshot,
     Transfer,
     Withdraw,
 )
@@ -52,7 +53,7 @@ from weightsync.ranks.sources import (
 )
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.shards import gather
-from weightsync.weights.source import DescribedSource, NamedTensors, WeightSource
+from weightsync.weights.source import DescribedSource, NamedTensors, Snapshot, WeightSource
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 
@@ -78,6 +79,8 @@ class RankWorker:
         self._ranks = ranks
         if isinstance(source, DescribedSource):
             join_parts(source, ranks)
+        self._given = source
+        self._snapshot: Snapshot | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self.source = SourceOfUpdate(source, self._collective)
         self._options = replace(options, device=source_device(source))
@@ -111,7 +114,9 @@ class RankWorker:
         """Return a backend of this sender, or one that these require."""
         return self._backends.get(name) or get_backend(name)
 
-    def do(self, command: AnyCommand, check: Callable[[], None]) -> CommandResult:
+    def do(  # noqa: PLR0911  # one for each command
+        self, command: AnyCommand, check: Callable[[], None]
+    ) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop."""
         self._check = check
         with scope(f"weightsync {type(command).__name__.lower()}"):
@@ -122,6 +127,8 @@ class RankWorker:
                     return self._connect(command)
                 case CheckMoved():
                     return self._check_moved()
+                case TakeSnapshot():
+                    return self._take_snapshot()
                 case Begin():
                     return self._begin(command)
                 case Transfer():
@@ -218,7 +225,8 @@ class RankWorker:
                 logger.warning("%s.beat() failed", type(engine).__name__, exc_info=True)
 
     def _extra_nbytes(self) -> int:
-        return sum(_read(engine, "extra_nbytes", int) for engine in self.engines.values())
+        engines: int = sum(_read(engine, "extra_nbytes", int) for engine in self.engines.values())
+        return engines + (self._snapshot.nbytes if self._snapshot else 0)
 
     def _connect(self, command: Connect) -> CommandResult:
         """Take one step of a handshake, on a rank that has readers in it."""
@@ -269,6 +277,18 @@ class RankWorker:
             )
         self.source.refresh()
         return CommandResult(moved=any(engine.needs_init for engine in self.engines.values()))
+
+    def _take_snapshot(self) -> CommandResult:
+        """Copy the source's tensors; the first time, the copy takes the place of the source."""
+        is_first = self._snapshot is None
+        if self._snapshot is None:
+            self.close()
+            self._snapshot = Snapshot(self.source.manifest)
+        with self._step():
+            self._snapshot.take(self._collective or self._given, self._check_all)
+        if is_first:
+            self.source = SourceOfUpdate(self._snapshot, None)
+        return CommandResult(extra_nbytes=self._snapshot.nbytes)
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""

@@ -49,11 +49,26 @@ class Coordinator:
         self.last_report: SyncReport | None = None
         self._group = fleet.group
         self._sent = LastVersion()
+        self._sends_snapshots = False
 
-    def send(self, version: int | None, label: str | None, *, rewind: bool) -> SyncReport:
-        """Send the source's current weights to every receiver, and return the report."""
+    def take_snapshot(self) -> None:
+        """Copy the source's tensors on all ranks; from then on every update sends a copy."""
+        if not self._sends_snapshots:
+            self.membership.disconnect()
+            self._sends_snapshots = True
+        self._group.take_snapshot()
+
+    def send(
+        self, version: int | None, label: str | None, *, rewind: bool, taken: bool = False
+    ) -> SyncReport:
+        """Send the source's current weights to every receiver, and return the report.
+
+        With `taken`, those of the last snapshot.
+        """
         _check_version(version)
         as_label(label)
+        if self._sends_snapshots and not taken:
+            self.take_snapshot()
         before = self.fleet.sent_counts
         last = version is not None
         while True:

@@ -13,7 +13,7 @@ from torch import nn
 
 from weightsync import optimizer_steps
 from weightsync.arguments import Dtype, as_dtype
-from weightsync.errors import ConfigError, ManifestMismatchError, shorten
+from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
 from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, dtype_name, spec_of
@@ -555,6 +555,64 @@ def checked_pairs(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device and has no bytes to send")
         yield name, tensor
+
+
+class Snapshot:
+    """WeightSource of a copy of another source's tensors, in memory that stays.
+
+    The copy has the dtypes that are sent, and lies on the device of the tensors: the memory of a
+    whole model, beside the model. `take` fills it again.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._copies: list[torch.Tensor] = []
+        self._is_whole = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return sum(tensor.nbytes for tensor in self._copies)
+
+    def take(self, source: WeightSource, check: Callable[[], None]) -> None:
+        """Copy the tensors of `source`; the source may change when this returns.
+
+        `check` raises where the copy has to stop. After an error the copy cannot be sent.
+        """
+        self._is_whole = False
+        stable = source.stable_tensors()
+        if stable is not None:
+            if not self._copies:
+                self._copies = [
+                    self._place(spec, tensor)
+                    for spec, tensor in zip(self.manifest.specs, stable, strict=True)
+                ]
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, [tensor.detach() for tensor in stable])
+        else:
+            for i, (_, tensor) in enumerate(checked(source.tensors(), self.manifest)):
+                check()
+                if i == len(self._copies):
+                    self._copies.append(self._place(self.manifest.specs[i], tensor))
+                with torch.no_grad():
+                    self._copies[i].copy_(tensor.detach())
+        if self._copies and self._copies[0].is_cuda:  # another thread reads them, on its own stream
+            torch.cuda.current_stream(self._copies[0].device).synchronize()
+        self._is_whole = True
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the copies."""
+        for spec, tensor in zip(self.manifest.specs, self.stable_tensors(), strict=True):
+            yield spec.name, tensor
+
+    def stable_tensors(self) -> list[torch.Tensor]:
+        """Return the copies. Raises TransferError after a `take` that failed."""
+        if not self._is_whole:
+            raise TransferError("the last copy of the weights failed; send again")
+        return self._copies
+
+    def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=tensor.device)
 
 
 def find_ties(pairs: NamedTensors) -> dict[str, str]:

@@ -1,0 +1,314 @@
+"""Updates of a copy: the trainer's optimizer steps while the bytes move, and nothing is mixed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import weightsync as ws
+from tests.crew import crew
+from tests.update.test_source_changes import RING, Layers, fill, in_place, optimizer, values
+
+WAIT_S = 60.0
+
+
+class SlowHook:
+    """A hook that keeps values of the first and last element of each tensor, when it may go on."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.entered = threading.Event()
+        self.held: list[set[float]] = []
+
+    def __call__(self, pairs: Any) -> None:
+        self.entered.set()
+        assert self.go.wait(WAIT_S)
+        seen = set[float]()
+        for _, tensor in pairs:
+            seen |= {tensor.min().item(), tensor.max().item()}
+        self.held.append(seen)
+
+
+def test_the_source_may_change_when_the_call_returns() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    with closing(ws.WeightReceiver(held)) as receiver, ws.connect(model, to=receiver) as sender:
+        for step in range(1, 30):
+            future = sender.send_async(label=f"step-{step}")
+            in_place(model)
+            report = future.result(WAIT_S)
+            assert report.version == step
+            assert report.label == f"step-{step}"
+            assert report.verified == "held"
+            assert values(held) == {float(step)}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"packed": True, "bucket_nbytes": "16K"}, {"adopt": False}]
+)
+def test_an_optimizer_that_steps_all_the_time_mixes_nothing(settings: dict[str, Any]) -> None:
+    model, held = Layers(0.0, side=256), Layers(-1.0, side=256)
+    step = optimizer(model).step
+    with (
+        closing(ws.WeightReceiver(held)) as receiver,
+        ws.connect(model, to=receiver, **settings) as sender,
+    ):
+        for _ in range(20):
+            future = sender.send_async()
+            (sent,) = values(model)
+            while not future.done():
+                step()
+            future.result(WAIT_S)
+            assert values(held) == {sent}
+
+
+def test_the_bytes_move_while_the_trainer_goes_on() -> None:
+    model, hook = Layers(1.0), SlowHook()
+    with closing(ws.WeightReceiver(hook)) as receiver, ws.connect(model, to=receiver) as sender:
+        future = sender.send_async()
+        assert hook.entered.wait(WAIT_S)
+        assert not future.done()
+        fill(model, 2.0)
+        hook.go.set()
+        future.result(WAIT_S)
+        assert hook.held == [{1.0}]
+
+
+def test_a_second_one_waits_for_the_first() -> None:
+    model, hook = Layers(1.0), SlowHook()
+    with closing(ws.WeightReceiver(hook)) as receiver, ws.connect(model, to=receiver) as sender:
+        first = sender.send_async()
+        assert hook.entered.wait(WAIT_S)
+        threading.Timer(0.2, hook.go.set).start()
+        fill(model, 2.0)
+        second = sender.send_async()
+        assert first.done()
+        assert (first.result().version, second.result(WAIT_S).version) == (1, 2)
+        assert hook.held == [{1.0}, {2.0}]
+
+
+def test_a_second_one_replaces_the_first() -> None:
+    """The hook of the first is still open when it is cancelled, so it never has its weights."""
+    model, held = Layers(1.0), Layers(0.0)
+    go = threading.Event()
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model.named_parameters()
+
+    with closing(ws.WeightReceiver(held)) as receiver:
+
+        def through(message: Any) -> object:
+            if message["call"] == "update_weights":
+                go.wait(WAIT_S)
+            return receiver.handle(message)
+
+        with ws.connect(slow, to=through) as sender:
+            first = sender.send_async()
+            fill(model, 2.0)
+            threading.Timer(0.3, go.set).start()
+            second = sender.send_async(replace=True)
+            assert isinstance(first.exception(), ws.errors.TransferCancelled)
+            second.result(WAIT_S)
+            assert values(held) == {2.0}
+
+
+def test_other_calls_wait_for_it_and_send_what_the_source_holds_then() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    with closing(ws.WeightReceiver(held)) as receiver, ws.connect(model, to=receiver) as sender:
+        future = sender.send_async()
+        fill(model, 5.0)
+        assert sender.send_weights().version == 2
+        assert future.done()
+        assert values(held) == {5.0}
+        with sender.update(partial=True) as update:
+            update.send([("rows.0.weight", torch.full((64, 64), 7.0))])
+        assert values(held) == {5.0, 7.0}
+        future = sender.send_async()
+    assert future.result(0).version == 4  # close() has waited
+    assert values(held) == {5.0}
+
+
+def test_a_receiver_that_joins_gets_the_version_that_was_sent() -> None:
+    model, held, late = Layers(1.0), Layers(0.0), Layers(0.0)
+    with (
+        closing(ws.WeightReceiver(held)) as receiver,
+        closing(ws.WeightReceiver(late)) as other,
+        ws.connect(model, to=receiver) as sender,
+    ):
+        sender.send_async().result(WAIT_S)
+        fill(model, 9.0)
+        sender.add(other.handle)
+        assert values(late) == values(held) == {1.0}
+
+
+def test_an_error_is_in_the_future_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    fails = [True]
+
+    def hook(pairs: Any) -> None:
+        for _ in pairs:
+            pass
+        if fails:
+            raise RuntimeError(f"planted {fails.pop()}")
+
+    model = Layers(1.0)
+    with closing(ws.WeightReceiver(hook)) as receiver, ws.connect(model, to=receiver) as sender:
+        with pytest.raises(ws.RemoteError, match="planted"):
+            sender.send_async().result(WAIT_S)
+        assert any("send_async: RemoteError" in r.message for r in caplog.records)
+        assert sender.send_async().result(WAIT_S).version == 1
+
+
+def test_a_copy_that_fails_is_raised_at_once_and_never_sent() -> None:
+    model, held, fails = Layers(1.0), Layers(0.0), list[int]()
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(model.named_parameters()):
+            if index in fails:
+                raise RuntimeError("planted")
+            yield pair
+
+    with (
+        closing(ws.WeightReceiver(held)) as receiver,
+        ws.connect(source, to=receiver, verify=False) as sender,
+    ):
+        sender.send_async().result(WAIT_S)
+        fill(model, 2.0)
+        fails.append(6)
+        for send in (sender.send_async, sender.send_weights):
+            with pytest.raises(RuntimeError, match="planted"):
+                send()
+        with pytest.raises(ws.TransferError, match="the last copy of the weights failed"):
+            sender.resync(sender.targets[0])
+        assert values(held) == {1.0}
+        fails.clear()
+        sender.send_async().result(WAIT_S)
+        assert values(held) == {2.0}
+
+
+def test_tied_and_cast_tensors_are_copied_as_they_are_sent() -> None:
+    model, held = nn.Module(), nn.Module()
+    for module in (model, held):
+        module.first = nn.Linear(8, 8, bias=False)
+        module.second = nn.Linear(8, 8, bias=False)
+        module.second.weight = module.first.weight
+    held.bfloat16()
+    with closing(ws.WeightReceiver(held)) as receiver:
+        with ws.connect(model, to=receiver, dtype="bfloat16") as sender:
+            future = sender.send_async()
+            (sent,) = (p.detach().clone() for p in model.parameters())
+            fill(model, 0.0)
+            assert future.result(WAIT_S).tensors == 1
+        assert torch.equal(next(held.parameters()), sent.bfloat16())
+
+
+def test_a_coroutine_copies_before_it_first_waits() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+
+    async def overlap(sender: ws.WeightSender) -> list[set[float]]:
+        seen = []
+        for step in range(2, 6):
+            sending = asyncio.create_task(sender.asend_weights(snapshot=True))
+            await asyncio.sleep(0)
+            fill(model, float(step))
+            await sending
+            seen.append(values(held))
+        return seen
+
+    with closing(ws.WeightReceiver(held)) as receiver, ws.connect(model, to=receiver) as sender:
+        assert asyncio.run(overlap(sender)) == [{1.0}, {2.0}, {3.0}, {4.0}]
+
+
+def test_a_coroutine_that_is_cancelled_stops_its_transfer() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    go = threading.Event()
+
+    async def cancel(sender: ws.WeightSender) -> None:
+        sending = asyncio.create_task(sender.asend_weights(snapshot=True))
+        await asyncio.sleep(0.1)
+        sending.cancel()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+
+    with closing(ws.WeightReceiver(held)) as receiver:
+
+        def through(message: Any) -> object:
+            if message["call"] == "update_weights":
+                go.wait(WAIT_S)
+            return receiver.handle(message)
+
+        with ws.connect(model, to=through, **RING) as sender:
+            asyncio.run(cancel(sender))
+            assert values(held) == {0.0}
+            assert sender.send_weights().version == 1
+
+
+def test_the_memory_of_the_copy_is_in_the_report() -> None:
+    model = Layers(1.0)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with (
+        closing(ws.WeightReceiver(Layers(0.0))) as receiver,
+        ws.connect(model, to=receiver) as sender,
+    ):
+        before = sender.send_weights().peak_extra_nbytes
+        assert sender.send_async().result(WAIT_S).peak_extra_nbytes == before + nbytes
+
+
+def sharded(rank: int) -> list[set[float]]:
+    """Return what rank 0's receiver holds after each update of a model that two ranks share."""
+    model, held = Layers(1.0), Layers(0.0)
+    fully_shard(model)
+    seen = []
+    step = optimizer_of_shards(model)
+    with (
+        closing(ws.WeightReceiver(held)) as receiver,
+        ws.connect(model, to=receiver.handle if rank == 0 else ()) as sender,
+    ):
+        for _ in range(4):
+            future = sender.send_async()
+            step()
+            future.result(WAIT_S)
+            seen.append(values(held))
+        second = sender.send_async(replace=True)
+        third = sender.send_async(replace=True)
+        third.result(WAIT_S)
+        assert second.done()
+        seen.append(values(held))
+    return seen
+
+
+def optimizer_of_shards(model: nn.Module) -> Any:
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        parameter.grad = torch.full_like(parameter, -1)
+    return torch.optim.SGD(model.parameters(), lr=1.0).step
+
+
+def test_shards_of_two_ranks_are_gathered_and_then_they_may_step() -> None:
+    with crew(2) as ranks:
+        first, _ = ranks.run(sharded)
+    assert first == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
+
+
+def test_nothing_is_left_of_it() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    model = Layers(1.0)
+    with (
+        closing(ws.WeightReceiver(Layers(0.0))) as receiver,
+        ws.connect(model, to=receiver) as sender,
+    ):
+        for _ in range(10):
+            sender.send_async()
+    deadline = time.monotonic() + WAIT_S
+    while "weightsync-send" in {t.name for t in threading.enumerate()} - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
