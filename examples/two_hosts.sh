@@ -54,7 +54,6 @@ pids+=($!)
 ip netns exec "$TRAINER" "$PYTHON" - "$URL" <<'TRAIN' &
 import json
 import sys
-import time
 import urllib.request
 
 import torch
@@ -63,18 +62,8 @@ import weightsync as ws
 from weightsync.serve.model import load_model
 
 url = sys.argv[1]
-deadline = time.monotonic() + 60
-while True:
-    try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
-        break
-    except OSError:  # no server yet, or no answer in time
-        if time.monotonic() > deadline:
-            sys.exit(f"{url} does not answer")
-        time.sleep(0.2)
-
 model = load_model("tiny").model
-with ws.connect(model, to=url) as sender:
+with ws.connect(model, to=url, wait_s=60) as sender:  # the server may still be loading
     for _ in range(3):
         with torch.no_grad():
             for parameter in model.parameters():

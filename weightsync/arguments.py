@@ -68,15 +68,17 @@ def as_count(name: str, value: object) -> int | None:
     return value
 
 
-def as_seconds(name: str, value: object) -> float:
-    """Return a positive number of seconds that a process can wait."""
+def as_seconds(name: str, value: object, *, or_zero: bool = False) -> float:
+    """Return a positive number of seconds that a process can wait; also 0 with `or_zero`."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) <= MAX_TIMEOUT_S:  # type: ignore[arg-type]  # a number
+    seconds = float(value) if is_number else -1.0  # type: ignore[arg-type]  # a number
+    if not 0 <= seconds <= MAX_TIMEOUT_S or (seconds == 0 and not or_zero):
+        least = "at least 0 and" if or_zero else "above 0 and"
         raise ConfigError(
-            f"{name} is a number of seconds, above 0 and at most {MAX_TIMEOUT_S:.0f}, not "
+            f"{name} is a number of seconds, {least} at most {MAX_TIMEOUT_S:.0f}, not "
             f"{_shown(value)}"
         )
-    return float(value)  # type: ignore[arg-type]  # as above
+    return seconds
 
 
 def as_flag(name: str, value: object, *, optional: bool = False) -> bool | None:

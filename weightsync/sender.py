@@ -83,6 +83,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     token: str | None = None,
     verify_tls: bool | str = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    wait_s: float = 0.0,
     process_group: dist.ProcessGroup | None = None,
     adopt: bool = True,
     on_failure: OnFailure = "abort",
@@ -107,7 +108,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     - `adopt` allows parameters in host memory to be moved into shared memory.
     - `verify` compares fingerprints of the weights that arrive.
     - `token` and `verify_tls` are HttpTransport's, by default from the environment.
-    - `timeout_s` bounds every wait for progress.
+    - `timeout_s` bounds every wait for progress. `wait_s` is how long a server at a URL may not
+      answer yet, because it loads its model; the log says once that it is waited for.
     - `on_failure`: if a receiver fails, `abort` leaves all receivers as they were, and `drop`
       continues without it.
     - `progress` shows a bar, or is a callback for each update's `Progress`, called about ten times
@@ -125,6 +127,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     TransferTimeout with the ranks that did not call; ConnectError or AuthError.
     """
     timeout_s = as_seconds("timeout_s", timeout_s)
+    wait_s = as_seconds("wait_s", wait_s, or_zero=True)
     as_flag("verify", verify)
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
@@ -145,9 +148,10 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             raise ConfigError(f"the {name} backend streams: leave packed out, or set it to True")
     # Rank 0 waits for receivers while they send heartbeats; the other ranks wait for rank 0.
     ranks_timeout_s = timeout_s * (HEARTBEAT_TIMEOUT_FACTOR + 1) + _RANKS_SLACK_S
-    ranks = join_ranks(process_group, timeout_s=ranks_timeout_s, join_timeout_s=timeout_s)
+    waiting_s = ranks_timeout_s + wait_s
+    ranks = join_ranks(process_group, timeout_s=waiting_s, join_timeout_s=timeout_s)
 
-    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
+    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s, wait_s=wait_s)
 
     def make_worker() -> RankWorker:
         return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks, backends)
@@ -164,6 +168,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     try:
         group = RankGroup(ranks.together(make_worker), ranks)
         coordinator = ranks.together(lambda: make_coordinator(group) if group.leads else None)
+        ranks.limit(ranks_timeout_s)
     except BaseException:
         ranks.close()
         raise
@@ -260,8 +265,8 @@ class WeightSender:
         names of the tensors, and nothing is committed. `send_async` lets it change meanwhile.
 
         `version` None is one more than the last version. Versions grow, unless `rewind` is set: the
-        trainer went back to an older checkpoint. `trace` is the path of a file that rank 0 writes: this update in Chrome's trace
-        format.
+        trainer went back to an older checkpoint. `trace` is the path of a file that rank 0 writes:
+        this update in Chrome's trace format.
 
         Raises VerificationError, TransferError, TransportError or ProtocolError. The receivers are
         then as they were, except those that the error or their status calls TORN. An error of one

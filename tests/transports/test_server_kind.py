@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import fastapi
 import pytest
@@ -63,6 +68,62 @@ def test_a_vllm_that_has_weight_info_is_vllm() -> None:
         with pytest.raises(BackendUnavailableError, match="VLLM_SERVER_DEV_MODE=1"):
             ws.connect(torch.nn.Linear(6, 5), to=http.url)
         assert http.paths[:3] == ["GET /weight_info", "GET /version", "GET /get_world_size"]
+    finally:
+        http.close()
+
+
+def test_a_server_that_still_loads_is_waited_for_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    receiver = ws.WeightReceiver(torch.nn.Linear(6, 5))
+    app = fastapi.FastAPI()
+    app.include_router(ws.server.weight_router(receiver, token=None))
+    with serving(app) as url:
+        port = int(url.rpartition(":")[2])
+    began = time.monotonic()
+    opened: list[ExitStack] = []
+
+    def load() -> None:
+        time.sleep(1.0)
+        opened.append(ExitStack())
+        opened[0].enter_context(serving(app, port=port))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        with (
+            caplog.at_level(logging.WARNING, "weightsync"),
+            ws.connect(torch.nn.Linear(6, 5), to=url, wait_s=60) as sender,
+        ):
+            assert time.monotonic() - began >= 1.0
+            assert sender.send_weights().version == 1
+    finally:
+        thread.join()
+        opened[0].close()
+        receiver.close()
+    waited = [r.message for r in caplog.records if "waiting up to 60 s for a server" in r.message]
+    assert len(waited) == 1
+    assert url in waited[0]
+
+
+@pytest.mark.parametrize("scheme", ["", "vllm+"])
+def test_a_server_that_never_answers_is_an_error_after_the_time(scheme: str) -> None:
+    http = Http({})
+    http.close()
+    began = time.monotonic()
+    with pytest.raises(ConnectError, match="is the server running"):
+        ws.connect(torch.nn.Linear(6, 5), to=scheme + http.url, wait_s=0.5)
+    assert time.monotonic() - began >= 0.5
+
+
+def test_a_proxy_without_its_server_is_waited_for() -> None:
+    answers: dict[str, tuple[int, Any]] = {"/weight_info": (503, {})}
+    http = Http(answers)
+    threading.Timer(0.7, answers.clear).start()
+    try:
+        with pytest.raises(ws.WeightSyncError):
+            ws.connect(torch.nn.Linear(6, 5), to=http.url, wait_s=60)
+        assert http.paths.count("GET /weight_info") >= 3
     finally:
         http.close()
 

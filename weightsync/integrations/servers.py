@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +14,7 @@ from weightsync.errors import (
     AuthError,
     ProtocolError,
     RemoteError,
+    TransportError,
     TransportTimeout,
     WeightSyncError,
 )
@@ -36,6 +40,12 @@ _GREETING_S = 30.0
 _FILES_TIMES = 5
 """An SGLang server that loads files answers nothing: a call may take this many `timeout_s`."""
 
+
+_LOADING = (502, 503, 504)
+"""Statuses of a proxy whose server does not listen yet, and of a server that loads its model."""
+_PAUSE_S = 0.3
+
+logger = logging.getLogger(__name__)
 
 Engine = Literal["vllm", "sglang"]
 
@@ -72,8 +82,10 @@ class ServerTransports:
         *,
         verify_tls: bool | str,
         timeout_s: float = _GREETING_S,
+        wait_s: float = 0.0,
     ) -> None:
         self._timeout_s = timeout_s
+        self._wait_s = wait_s
         self._lock = threading.Lock()
         self._token = token
         self._verify_tls = verify_tls
@@ -82,11 +94,14 @@ class ServerTransports:
     def transports(self, target: str) -> Sequence[Transport]:
         """Return the transports for a URL: several for a vLLM server of several workers.
 
-        Called from several threads at once. Raises TransportTimeout for a server that accepts a
+        A server that does not answer yet is waited for, for `wait_s`. Called from several threads
+        at once. Raises TransportTimeout for a server that accepts a
         connection and does not answer within `timeout_s`.
         """
         token, trust = self._token, self._verify_tls
         url, engine = read_target(target)
+        if self._wait_s:
+            _await(url, verify_tls=trust, wait_s=self._wait_s)
         if engine is None and not _is_ours(url, token, verify_tls=trust, timeout_s=self._timeout_s):
             engine = find_engine(url, token, trust, min(_PROBE_S, self._timeout_s))
         if engine == "vllm":
@@ -113,6 +128,25 @@ class ServerTransports:
             verify_tls=self._verify_tls,
             patience_s=_FILES_TIMES * self._timeout_s,
         )
+
+
+def _await(url: str, *, verify_tls: bool | str, wait_s: float) -> None:
+    """Return when a server answers at a plain URL, or after `wait_s`; says once that it waits."""
+    deadline = time.monotonic() + wait_s
+    why = ""
+    with closing(HttpTransport(url, "", verify_tls=verify_tls)) as probe:
+        while True:
+            try:
+                status, _ = probe.get("weight_info", timeout_s=_PROBE_S)
+                missing = f"{url} answers {status}" if status in _LOADING else ""
+            except TransportError as exc:
+                missing = str(exc)
+            if not missing or time.monotonic() > deadline:
+                return
+            if not why:
+                why = missing
+                logger.warning("waiting up to %g s for a server: %s", wait_s, why)
+            time.sleep(_PAUSE_S)
 
 
 def _is_ours(url: str, token: str | None, *, verify_tls: bool | str, timeout_s: float) -> bool:

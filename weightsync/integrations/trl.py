@@ -62,6 +62,7 @@ class ConnectSettings(TypedDict, total=False):
     token: str | None
     verify_tls: bool | str
     timeout_s: float
+    wait_s: float
     process_group: dist.ProcessGroup | None
     adopt: bool
     on_failure: OnFailure

@@ -39,7 +39,10 @@ class UrlTransports(Protocol):
 
 
 class TransportFactory:
-    """Makes the transports of one sender. Its SGLang servers share one directory of weights."""
+    """Makes the transports of one sender. Its SGLang servers share one directory of weights.
+
+    A server that does not answer yet is waited for, for `wait_s`.
+    """
 
     def __init__(
         self,
@@ -47,9 +50,11 @@ class TransportFactory:
         *,
         verify_tls: bool | str = True,
         timeout_s: float = 30.0,
+        wait_s: float = 0.0,
     ) -> None:
         self._token = token
         self._timeout_s = timeout_s
+        self._wait_s = wait_s
         self._verify_tls = verify_tls
         self._addresses: UrlTransports | None = None
         self._lock = threading.Lock()
@@ -103,7 +108,10 @@ class TransportFactory:
             if self._addresses is None:
                 # Loaded with the first URL: HTTP would slow down `import weightsync`.
                 made: UrlTransports = import_module(_SERVERS).ServerTransports(
-                    self._token, verify_tls=self._verify_tls, timeout_s=self._timeout_s
+                    self._token,
+                    verify_tls=self._verify_tls,
+                    timeout_s=self._timeout_s,
+                    wait_s=self._wait_s,
                 )
                 self._addresses = made
         return self._addresses.transports(target)
