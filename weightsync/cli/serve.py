@@ -55,6 +55,10 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     ] = None,
     apply: Annotated[Apply, typer.Option(help="how weights are applied")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="of the weights")] = "float32",
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"],
+        typer.Option(help="cuda: a GPU for each worker, never tried; auto: if there is one"),
+    ] = "auto",
     api_servers: Annotated[int, typer.Option(min=1, help="API processes on one socket")] = 1,
     data_parallel: Annotated[int, typer.Option(min=1, help="replicas of the model")] = 1,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="workers that share a replica")] = 1,
@@ -67,6 +71,13 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         int | None,
         typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share of cores"),
     ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="info: a line for the start and for each update, on stderr"),
+    ] = "info",
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="a line for each request, on stdout")
+    ] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="one JSON line when ready: url, token, pid, model")
     ] = False,
@@ -86,6 +97,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     options = ServeOptions(
         model=model,
         dtype=dtype,
+        device=device,
         apply=apply,
         api_servers=api_servers,
         data_parallel=data_parallel,
@@ -94,6 +106,8 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         tensor_ipc=chosen_tensor_ipc(tensor_ipc),
         max_rows=max_rows,
         threads=threads,
+        log_level=log_level,
+        access_log=access_log,
         ssl_certfile=str(tls_cert) if tls_cert else None,
         ssl_keyfile=str(tls_key) if tls_key else None,
     )

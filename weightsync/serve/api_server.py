@@ -125,8 +125,8 @@ def main(
     )
     config = uvicorn.Config(
         app,
-        log_level="warning",
-        access_log=False,
+        log_level="info" if options.access_log else "warning",
+        access_log=options.access_log,
         lifespan="on",
         http="h11",  # httptools, if installed, would not limit headers
         ws="none",

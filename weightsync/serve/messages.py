@@ -118,6 +118,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     end_ids: list[int]
     architecture: str = ""
     dtype: str = ""
+    device: str = ""
     num_parameters: int = 0
     image_token_id: int | None = None
 

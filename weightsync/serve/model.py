@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import ConfigError, MissingExtraError
+from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError
 from weightsync.serve.hugging_face import hf, hf_logging
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import (
@@ -48,7 +48,7 @@ TINY_SPREAD = 0.2  # ten times the default, with which a model repeats its last 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, with its tokenizer and its name.
+    """A model in eval mode, with its tokenizer and its name.
 
     `processor` prepares images (see vision.ImagePreparer). It is None for a text-only model.
     """
@@ -74,6 +74,7 @@ class LoadedModel:
             end_ids=sorted(end_token_ids(self.model, self.tokenizer)),
             architecture=type(self.model).__name__,
             dtype=str(self.model.dtype).removeprefix("torch."),
+            device=str(self.model.device),
             num_parameters=self.num_parameters,
             image_token_id=getattr(self.model.config, "image_token_id", None),
         )
@@ -234,7 +235,31 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 """Names in a config; transformers maps them where a config file uses other names."""
 
 
-def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path) -> LoadedModel:
+def worker_device(wanted: str, index: int) -> torch.device:
+    """Return the device of the worker with this index among all workers: a GPU of its own, or CPU.
+
+    `wanted` is auto, cuda or cpu. Raises BackendUnavailableError without a GPU, and ConfigError
+    where there are fewer GPUs than workers.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else ", which is built for CPUs,"
+        raise BackendUnavailableError(
+            f"--device cuda: torch {torch.__version__}{built} sees no GPU here; use --device cpu"
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"each worker needs a GPU of its own, and this host has {count}: --data-parallel x "
+            f"--tensor-parallel is at most {count}"
+        )
+    return torch.device("cuda", index)
+
+
+def load_for_worker(
+    name: str, *, dtype: torch.dtype, shards: int, folder: Path, device: torch.device
+) -> LoadedModel:
     """Load a model, or this rank's shard of it if `shards` is more than 1. All ranks call it.
 
     transformers shards it by the model's own tensor-parallel plan. Rank 0 first writes a built-in
@@ -243,7 +268,9 @@ def load_for_worker(name: str, *, dtype: torch.dtype, shards: int, folder: Path)
     """
     hf_logging.disable_progress_bar()  # several processes write to one terminal
     if shards == 1:
-        return load_model(name, dtype=dtype)
+        loaded = load_model(name, dtype=dtype)
+        loaded.model.to(device)
+        return loaded
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         return _load_shard(directory, name, dtype, shards)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ MAX_WORKERS = 256
 
 Ready = Callable[[bytes], None]
 TensorIpc = Literal["direct_rpc", "torch_shm"]
+Device = Literal["auto", "cuda", "cpu"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +39,15 @@ class ServeOptions:
     Each replica has an engine core and `tensor_parallel` workers with one shard of the model each.
     With `token` None, every client of the socket may change weights. `threads` are the torch
     threads of each worker; None divides the processors among workers, unless OMP_NUM_THREADS is
-    set. `ssl_certfile` (PEM, with its chain) turns on HTTPS; its key, without passphrase, is in the
-    same file or in `ssl_keyfile`.
+    set. With `device` cuda each worker has a GPU of its own, by its place among all workers (never
+    run on a GPU); auto is cuda where there is one. Processes log to stderr from `log_level` on, a
+    line for each update, and with `access_log` every request to stdout. `ssl_certfile` (PEM, with
+    its chain) turns on HTTPS; its key, without passphrase, is in the same file or in `ssl_keyfile`.
     """
 
     model: str
     dtype: str = "float32"
+    device: Device = "auto"
     apply: ApplyChoice = "auto"
     api_servers: int = 1
     data_parallel: int = 1
@@ -50,6 +56,8 @@ class ServeOptions:
     tensor_ipc: TensorIpc = "torch_shm"
     max_rows: int = MAX_ROWS
     threads: int | None = None
+    log_level: LogLevel = "info"
+    access_log: bool = False
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
 
@@ -104,8 +112,13 @@ def takes_images(card: ModelCard) -> bool:
     return card.image_token_id is not None
 
 
-def run_process(ready: Ready, module: str, *args: Any) -> None:
-    """Run `main(ready, *args)` of a module in a process of its own, until SIGTERM.
+def log_from(options: ServeOptions) -> None:
+    """Log weightsync's messages from `log_level` on. Called in each process of a server."""
+    logging.getLogger("weightsync").setLevel(options.log_level.upper())
+
+
+def run_process(ready: Ready, module: str, options: ServeOptions, *args: Any) -> None:
+    """Run `main(ready, options, *args)` of a module in a process of its own, until SIGTERM.
 
     When the process is ready, all existing objects are excluded from garbage collection: they live
     as long as the process, and a full collection of them would delay a step or an update by 0.1 s.
@@ -116,4 +129,5 @@ def run_process(ready: Ready, module: str, *args: Any) -> None:
         gc.freeze()
         ready(payload)
 
-    importlib.import_module(module).main(freeze_and_report, *args)
+    log_from(options)
+    importlib.import_module(module).main(freeze_and_report, options, *args)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +15,16 @@ import msgspec
 from weightsync.serve.child_process import ChildSpec
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import check_model
-from weightsync.serve.options import Addresses, CoreAddress, ServeOptions, run_process
+from weightsync.serve.options import (
+    Addresses,
+    CoreAddress,
+    ServeOptions,
+    log_from,
+    run_process,
+)
 from weightsync.serve.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 120.0
@@ -28,6 +38,10 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
     divide among the workers; later the error of a process that failed, with its name in front.
     """
     check_model(options.model, options.tensor_parallel)
+    log_from(options)
+    began = time.monotonic()
+    workers = options.data_parallel * options.tensor_parallel
+    logger.info("loading %s in %d worker%s", options.model, workers, "s" if workers > 1 else "")
     with Supervisor() as tree:
         shared = (options, Addresses.in_directory(tree.directory, options))
         replicas = range(options.data_parallel)
@@ -48,6 +62,15 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
         found = (
             msgspec.msgpack.decode(cards[0], type=ModelCard),
             [msgspec.msgpack.decode(core, type=CoreAddress) for core in cores],
+        )
+        card = found[0]
+        logger.info(
+            "loaded in %.1f s: %s, %.3g M parameters, %s on %s",
+            time.monotonic() - began,
+            card.architecture,
+            card.num_parameters / 1e6,
+            card.dtype,
+            card.device,
         )
         specs = [
             _process(f"api server {index}", "api_server", *shared, index, *found, listener)

@@ -22,7 +22,13 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
-from weightsync.errors import PeerLostError, TransferCancelled, TransferError, TransferTimeout
+from weightsync.errors import (
+    PeerLostError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    WeightSyncError,
+)
 from weightsync.queues.message_queue import MessageQueue, QueueHandle
 from weightsync.receiver import WeightReceiver
 from weightsync.serve import links
@@ -41,11 +47,12 @@ from weightsync.serve.messages import (
     WorkerMessage,
     WorkerState,
 )
-from weightsync.serve.model import LoadedModel, load_for_worker
+from weightsync.serve.model import LoadedModel, load_for_worker, worker_device
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.options import Addresses, Ready, ServeOptions
 from weightsync.serve.worker_group import step_codec, step_queue, worker_identity
 from weightsync.wire import codec
+from weightsync.wire.messages import AbortRequest, FinishRequest, StepReply
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 logger = logging.getLogger(__name__)
@@ -295,6 +302,27 @@ def _not_served(*_: object) -> Any:
     raise TransferError("this worker has no receiver yet; serve() was not called")
 
 
+_OF_UPDATES = frozenset(
+    {
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "prepare_weight_update",
+        "finish_weight_update",
+    }
+)
+
+
+def _committed(reply: StepReply, label: str | None) -> str:
+    """Return the line of an update that is committed."""
+    named = f" ({label})" if label else ""
+    seconds = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in reply.seconds.items())
+    return (
+        f"version {reply.version}{named}: {reply.nbytes / 1e6:.1f} MB, {reply.apply}, verified: "
+        f"{reply.verified}, generation stood still for {reply.stall_s * 1e3:.1f} ms; {seconds}"
+    )
+
+
 HELLO_TIMEOUT_S = 600.0
 COLLECTIVE_TIMEOUT_S = 120.0
 
@@ -310,7 +338,10 @@ class Worker:
         *,
         core_address: str,
         control_address: str,
+        name: str = "",
     ) -> None:
+        self._is_first = rank == 0
+        self._name = name
         self._cancel = threading.Event()
         self._link = WorkerLink(rank, core_address=core_address, control_address=control_address)
         self.receiver = WeightReceiver(
@@ -352,7 +383,23 @@ class Worker:
     def _handle(self, call: str, body: bytes) -> bytes:
         if call == REPORT_CALL:
             return msgspec.json.encode(self.receiver.report())
-        return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
+        request = codec.decode_request(call, body)
+        try:
+            reply = self.receiver.dispatch(request)
+        except WeightSyncError as exc:
+            if call in _OF_UPDATES:
+                self._log(f"{call} failed: {exc}", logging.WARNING)
+            raise
+        if isinstance(request, FinishRequest) and isinstance(reply, StepReply):
+            self._log(_committed(reply, self.receiver.label))
+        elif isinstance(request, AbortRequest) and request.update_id:
+            self._log(f"update {request.update_id} is aborted; version {self.receiver.version}")
+        return codec.encode(reply)
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        """Log a line of an update, on the first worker of each replica."""
+        if self._is_first:
+            logger.log(level, "%s%s", self._name, text)
 
     def _release(self) -> None:
         self._link.release(msgspec.structs.replace(self._state(), released=True))
@@ -372,12 +419,17 @@ def main(
 ) -> None:
     """Run a worker until SIGTERM. Calls `ready` with the encoded ModelCard."""
     size = options.tensor_parallel
-    with _process_group(rank, size, f"{addresses.folder}/replica-{replica}"):
+    device = worker_device(options.device, replica * size + rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = f"{addresses.folder}/replica-{replica}"
+    with _process_group(rank, size, store, "nccl" if device.type == "cuda" else "gloo"):
         loaded = load_for_worker(
             options.model,
             dtype=getattr(torch, options.dtype),
             shards=size,
             folder=Path(addresses.folder) / f"model-{replica}",
+            device=device,
         )
         worker = Worker(
             loaded,
@@ -385,6 +437,7 @@ def main(
             rank,
             core_address=addresses.core_workers[replica],
             control_address=addresses.workers[replica * size + rank],
+            name=f"replica {replica}: " if options.data_parallel > 1 else "",
         )
 
         def on_term(_signal: int, _frame: FrameType | None) -> None:
@@ -396,15 +449,15 @@ def main(
             worker.run()
         except PeerLostError as exc:
             # The supervisor reports the process that died first; this one only follows.
-            logger.info("worker %d.%d ends: %s", replica, rank, exc)
+            logger.debug("worker %d.%d ends: %s", replica, rank, exc)
             raise SystemExit(1) from None
         finally:
             worker.close()
 
 
 @contextmanager
-def _process_group(rank: int, size: int, file: str) -> Iterator[None]:
-    """Set up the process group of a tensor-parallel replica: Gloo on loopback, a file as store."""
+def _process_group(rank: int, size: int, file: str, backend: str) -> Iterator[None]:
+    """Set up the process group of a tensor-parallel replica: on loopback, with a file as store."""
     if size == 1:
         yield
         return
@@ -412,7 +465,7 @@ def _process_group(rank: int, size: int, file: str) -> Iterator[None]:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), GLOO_SOCKET_IFNAME="lo"
     )
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{file}",
         rank=rank,
         world_size=size,
