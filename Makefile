@@ -74,7 +74,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(VLLM)
 	$(VLLM_BIN)/python tests/vllm/requirements.py > .venv-vllm/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet -r .venv-vllm/requirements.txt \
-		-e '.[server,ray]' pytest pytest-timeout hypothesis psutil
+		-e '.[server,ray,trl]' pytest pytest-timeout hypothesis psutil
 	@touch $@
 
 # pytest's warnings are errors for our own code; vLLM's are its own.

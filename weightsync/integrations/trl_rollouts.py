@@ -1,19 +1,30 @@
-"""Completions for TRL's GRPO trainer from `weightsync serve`, with their weight versions."""
+"""Completions for TRL's GRPO trainer from a server, with their weight versions.
+
+From `weightsync serve`, which says the version of each token, or from vLLM with our engine.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import xxhash
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
+from weightsync.integrations.servers import read_target
+from weightsync.integrations.vllm.server import SCHEME
+from weightsync.transports.base import Transport
+from weightsync.transports.factory import TransportFactory
 from weightsync.transports.http import HttpTransport
+from weightsync.wire.messages import Status, StatusRequest
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
+_BRIEF_S = 60.0
 
 _MAX_PROMPTS = 256
 _MAX_COMPLETIONS = 1024
@@ -44,12 +55,17 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedRollouts:
-    """A `rollout_func` for TRL's GRPOTrainer: `weightsync serve` at `url` generates.
+    """A `rollout_func` for TRL's GRPOTrainer: the server at `url` generates.
+
+    `url` is that of `weightsync serve`, or of a vLLM server with our engine: `vllm+http://…`.
 
     Each rank sends its own prompts. Temperature, `top_p`, `max_completion_length` and the seed are
-    the trainer's; the same seed, step and weights give the same completions. Reward functions get
+    the trainer's. With `weightsync serve`, the same seed, step and weights give the same
+    completions; vLLM draws by its own seed. Reward functions get
     `weight_versions` and `prompt_version` of each completion: the versions that made its tokens,
-    and the version that read its prompt. `made_by` counts tokens by version.
+    and the version that read its prompt. `made_by` counts tokens by version. vLLM does not say the
+    version of a token: an update between question and answer leaves two versions for all of its
+    tokens, which `made_by` then counts under None.
 
     `token` and `verify_tls` are HttpTransport's. `timeout_s` limits the wait for one reply, which
     has up to 1024 completions. Calls raise ConfigError for settings of the trainer that the server
@@ -67,8 +83,10 @@ class ServedRollouts:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         verify_tls: bool | str = True,
     ) -> None:
-        self.made_by: Counter[int] = Counter()
-        self._client = _GenerateClient(url, token, verify_tls=verify_tls)
+        self.made_by: Counter[int | None] = Counter()
+        plain, engine = read_target(url)
+        kind = _VllmClient if engine == "vllm" else _GenerateClient
+        self._client: _GenerateClient | _VllmClient = kind(plain, token, verify_tls=verify_tls)
         self._timeout_s = timeout_s
         self._calls = 0
 
@@ -111,7 +129,11 @@ class ServedRollouts:
             fields["seed"] = (seed + number) % 2**63
             completions += self._client.generate(fields, timeout_s=self._timeout_s)
         for completion in completions:
-            for span in completion.weight_versions:
+            spans = completion.weight_versions
+            if len(spans) == 2 and spans[0].stop > spans[1].start:
+                self.made_by[None] += len(completion.token_ids)
+                continue
+            for span in spans:
                 self.made_by[span.version] += span.stop - span.start
         return completions
 
@@ -129,8 +151,8 @@ class _GenerateClient(HttpTransport):
         status, body = self._exchange("generate", msgspec.json.encode(fields), timeout_s)
         if status == 404:
             raise ConfigError(
-                f"{self.target} has no /generate; give the URL of `weightsync serve`, and have "
-                "TRL generate with vLLM by use_vllm=True"
+                f"{self.target} has no /generate; give the URL of `weightsync serve`, or "
+                f"vllm+{self.target} where it is a vLLM server"
             )
         if status != 200:
             self._refuse("generate", status, body)
@@ -141,23 +163,123 @@ class _GenerateClient(HttpTransport):
                 f"{self.target} answered /generate with something else than completions ({exc}); "
                 "is this `weightsync serve` of the same version?"
             ) from exc
-        self._check(completions, len(fields["prompts"]), fields["n"])
+        _check(self.target, completions, len(fields["prompts"]), fields["n"])
         return completions
 
-    def _check(self, completions: Sequence[ServedCompletion], num_prompts: int, n: int) -> None:
-        if [c.prompt_index for c in completions] != [
-            i for i in range(num_prompts) for _ in range(n)
-        ]:
+
+def _check(target: str, completions: Sequence[ServedCompletion], num_prompts: int, n: int) -> None:
+    if [c.prompt_index for c in completions] != [i for i in range(num_prompts) for _ in range(n)]:
+        raise ProtocolError(
+            f"{target} answered with {len(completions)} completions, {num_prompts} x {n} "
+            "were asked for; is this a server of the same version?"
+        )
+    cut = sum(c.finish_reason == "abort" or not c.token_ids for c in completions)
+    if cut:
+        raise NotReadyError(
+            f"{target} ended {cut} of {len(completions)} completions early: it was paused "
+            "with mode=abort, or is ending; see its log, POST /resume, and train on"
+        )
+
+
+class _Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str | None
+
+
+class _Choices(msgspec.Struct, frozen=True, kw_only=True):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True, kw_only=True):
+    data: list[_Model]
+
+
+class _VllmClient(HttpTransport):
+    """Client of vLLM's `POST /v1/completions`, which asks our engine for the version."""
+
+    def __init__(self, url: str, token: str | None = None, *, verify_tls: bool | str) -> None:
+        super().__init__(url, token, verify_tls=verify_tls)
+        self._model = ""
+        self._workers = TransportFactory(token, verify_tls=verify_tls)
+        self._worker: Transport | None = None
+
+    def generate(self, fields: dict[str, Any], *, timeout_s: float) -> list[ServedCompletion]:
+        """Return the completions, in the order of the prompts. Raises as ServedRollouts does."""
+        if not self._model:
+            found = self._ask("v1/models", None, _Models, _BRIEF_S).data
+            self._model = found[0].id if found else ""
+        asked = {
+            "model": self._model,
+            "prompt": fields["prompts"],
+            "n": fields["n"],
+            "max_tokens": fields["max_new_tokens"],
+            "temperature": fields["temperature"],
+            "top_p": fields["top_p"],
+            # No seed: on a CPU, vLLM 0.32 ends where a seeded prompt is read in several pieces.
+            "logprobs": 0,
+            "return_token_ids": True,
+            # Given, because vLLM takes others from the model's generation_config.json.
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        before = self._version()
+        answer = self._ask("v1/completions", asked, _Choices, timeout_s)
+        after = self._version()
+        completions = [
+            ServedCompletion(
+                prompt_index=choice.index // fields["n"],
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs.token_logprobs,
+                weight_versions=[
+                    Span(version=version, start=0, stop=len(choice.token_ids))
+                    for version in dict.fromkeys((before, after))
+                ],
+                prompt_version=before,
+                finish_reason=choice.finish_reason or "",
+            )
+            for choice in sorted(answer.choices, key=lambda choice: choice.index)
+        ]
+        _check(self.target, completions, len(fields["prompts"]), fields["n"])
+        return completions
+
+    def close(self) -> None:
+        """Close all connections."""
+        super().close()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _version(self) -> int:
+        if self._worker is None:
+            self._worker, *others = self._workers.every(SCHEME + self.target)
+            for other in others:
+                other.close()
+        status = self._worker.call(StatusRequest(), timeout_s=_BRIEF_S)
+        if not isinstance(status, Status):
+            raise ProtocolError(f"{self.target} does not say its version")
+        return status.version
+
+    def _ask(self, path: str, fields: Any, kind: type[T], timeout_s: float) -> T:
+        body = None if fields is None else msgspec.json.encode(fields)
+        status, answer = self._exchange(path, body, timeout_s)
+        if status != 200:
+            self._refuse(path, status, answer)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ProtocolError(
-                f"{self.target} answered with {len(completions)} completions, {num_prompts} x {n} "
-                "were asked for; is this `weightsync serve` of the same version?"
-            )
-        cut = sum(c.finish_reason == "abort" or not c.token_ids for c in completions)
-        if cut:
-            raise NotReadyError(
-                f"{self.target} ended {cut} of {len(completions)} completions early: it was paused "
-                "with mode=abort, or is ending; see its log, POST /resume, and train on"
-            )
+                f"{self.target} answered /{path} with something else than vLLM does ({exc})"
+            ) from exc
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def _committed(reply: StepReply, label: str | None) -> str:
     seconds = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in reply.seconds.items())
     return (
         f"version {reply.version}{named}: {reply.nbytes / 1e6:.1f} MB, {reply.apply}, verified: "
-        f"{reply.verified}, generation stood still for {reply.stall_s * 1e3:.1f} ms; {seconds}"
+        f"{reply.verified}, stall {reply.stall_s * 1e3:.1f} ms; {seconds}"
     )
 
 
