@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 
 from weightsync.errors import ConfigError
+from weightsync.specs import DTYPE_ALIASES
 from weightsync.tensors import TORCH_DTYPES
 
 SIZE_HELP = "512MiB or 512M (M = 1024 x 1024), 512MB (MB = 1000 x 1000), 0.5G, or a number of bytes"
@@ -18,15 +19,6 @@ MAX_TIMEOUT_S = 1e6
 """Eleven days; waits of the operating system overflow a little above."""
 Dtype = torch.dtype | str
 """A dtype of torch, or its name: "bfloat16", "torch.bfloat16", "bf16"."""
-_SHORT = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "fp64": torch.float64,
-    "double": torch.float64,
-}
 
 
 def parse_size(text: str) -> int:
@@ -97,8 +89,8 @@ def as_dtype(name: str, value: object) -> torch.dtype | None:
         return None
     dtype = value
     if isinstance(value, str):
-        short = value.removeprefix("torch.").lower()
-        dtype = TORCH_DTYPES.get(short, _SHORT.get(short))
+        name = value.removeprefix("torch.").lower()
+        dtype = TORCH_DTYPES.get(DTYPE_ALIASES.get(name, name))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
             f"{name} is a floating-point dtype, as torch.bfloat16 or 'bfloat16', not "

@@ -35,6 +35,17 @@ DTYPE_NBYTES: Mapping[str, int] = {
 }
 """Bytes per element, by the dtype's name without `torch.`."""
 
+DTYPE_ALIASES: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+"""Short names of floating-point dtypes, as users write them."""
+
 MAX_VERSION = 1 << 62
 MAX_NAME_LENGTH = 1024
 MAX_DIMENSIONS = 16

@@ -123,6 +123,10 @@ CASES = [
     ("serve --model {empty}", USAGE),
     ("serve --model tiny --tensor-parallel 4", USAGE),
     ("serve --model smollm2 --tensor-parallel 2", USAGE),
+    ("push {url} {checkpoint}", USAGE),
+    ("verify {checkpoint} {url}", USAGE),
+    ("serve tiny --model tiny", USAGE),
+    ("serve --model tiny --dtype bf17", USAGE),
     ("nosuchverb", USAGE),
 ]
 
@@ -161,6 +165,11 @@ def test_one_line_and_a_code(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
+        ("push {url} {checkpoint}", "is a URL: push CHECKPOINT URL, the checkpoint first"),
+        ("verify {checkpoint} {url}", "is no URL: verify URL CHECKPOINT, the URL first"),
+        ("push {checkpoint}", "push needs URLs of servers: push CHECKPOINT URL..."),
+        ("serve --dtype bf17", "'bf17' is not one of float32, bfloat16, float16"),
+        ("serve", "serve needs one model: smollm2, tiny, or a Hugging Face directory"),
         ("push {checkpoint} --to 127.0.0.1:1", "127.0.0.1:1 is no URL; give http://host:port"),
         ("push {checkpoint} --to {tls_to_plain}", "speaks no TLS; give an http:// URL"),
         ("push pickled --to {url}", "safetensors"),
@@ -223,7 +232,8 @@ def test_a_private_token_file_is_taken(
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(0o600)
-    for words in (["push", str(checkpoint), "--to", url], ["verify", url, str(checkpoint)]):
+    pushes = (["push", str(checkpoint), "--to", url], ["push", str(checkpoint), url])
+    for words in (*pushes, ["verify", url, str(checkpoint), "--dtype", "fp32"]):
         with pytest.raises(SystemExit) as ended:
             main([*words, "--token-file", str(file)])
         assert ended.value.code == 0

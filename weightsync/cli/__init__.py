@@ -17,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; an expected error is one line on stderr and an exit code."""
     logging.basicConfig()  # the warnings of a program go to stderr
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["version"]:
+        words = ["--version"]
     as_json = "--json" in words
     try:
         # Imported here, so that a missing typer is reported as any other error.

@@ -40,7 +40,7 @@ from weightsync.cli.terminal import progress_bar
 from weightsync.errors import ConfigError, RemoteError, TransportError
 from weightsync.report import SyncReport
 from weightsync.sender import WeightSender, connect
-from weightsync.specs import DTYPE_NBYTES
+from weightsync.specs import DTYPE_ALIASES, DTYPE_NBYTES
 from weightsync.tensors import TORCH_DTYPES, as_bytes
 from weightsync.transports.tokens import TOKEN_VARIABLE
 
@@ -77,7 +77,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
         setup = BenchSetup(
             nbytes=parse_size(nbytes),
             tensors=tensors,
-            dtype=_one_of("--dtype", dtype, tuple(DTYPE_NBYTES)),
+            dtype=_one_of("--dtype", DTYPE_ALIASES.get(dtype, dtype), tuple(DTYPE_NBYTES)),
             shapes=shapes,
             packed=packed,
             backend=_one_of("--backend", backend, ("auto", *backend_names())),

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from weightsync.cli.checkpoint import Dtype, explain, open_checkpoint
+from weightsync.cli.checkpoint import explain, open_checkpoint
+from weightsync.cli.dtypes import Dtype, dtype_option
 from weightsync.cli.options import TokenFileOption, TokenOption, choose_token, seconds
 from weightsync.cli.output import FAILED, OK, ending, print_json
 from weightsync.cli.terminal import text_console
@@ -52,7 +53,7 @@ def certify(  # noqa: PLR0913, PLR0917  # one parameter per option
     token_file: TokenFileOption = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="cast floating-point tensors to it", show_default=False),
+        dtype_option("cast floating-point tensors to it"),
     ] = None,
     timeout: Annotated[float, seconds("seconds without progress")] = 60.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,

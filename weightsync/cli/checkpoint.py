@@ -1,21 +1,18 @@
-"""The checkpoint argument of `push` and `verify`."""
+"""The checkpoint argument of `push`, `verify` and `certify`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from weightsync.cli.dtypes import Dtype
 from weightsync.errors import ManifestMismatchError, convert_experts, shorten
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.safetensors_source import SafetensorsSource
 
 _DTYPES_DIFFER = re.compile(r"offered (?P<offered>\w+)(?P<shape>\[.*?\]), wanted (?P<wanted>\w+)\[")
-
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-"""Dtypes to which floating-point tensors can be cast."""
 
 
 def open_checkpoint(path: Path, dtype: Dtype | None) -> SafetensorsSource:

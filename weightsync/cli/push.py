@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.checkpoint import Dtype, explain, open_checkpoint
+from weightsync.cli.checkpoint import explain, open_checkpoint
+from weightsync.cli.dtypes import Dtype, dtype_option
 from weightsync.cli.options import (
     CaFileOption,
     TokenFileOption,
@@ -18,7 +19,7 @@ from weightsync.cli.options import (
 )
 from weightsync.cli.output import ending, print_json
 from weightsync.cli.terminal import text_console
-from weightsync.errors import ManifestMismatchError
+from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.report import SyncReport
 from weightsync.sender import connect
 
@@ -27,13 +28,19 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     checkpoint: Annotated[
         Path, typer.Argument(help="directory or file with safetensors", show_default=False)
     ],
-    to: Annotated[list[str], typer.Option(help="URL of a server; may be given several times")],
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="of the servers", show_default=False)
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a further server; may be given several times"),
+    ] = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="cast floating-point tensors to it", show_default=False),
+        dtype_option("cast floating-point tensors to it"),
     ] = None,
     version: Annotated[
         int | None,
@@ -56,12 +63,17 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
 ) -> None:
     """Load a safetensors checkpoint into servers that are running."""
     with ending(as_json=json_):
-        secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, to)
+        targets = [*(urls or ()), *(to or ())]
+        if ":/" in str(checkpoint):
+            raise ConfigError(f"{checkpoint} is a URL: push CHECKPOINT URL, the checkpoint first")
+        if not targets:
+            raise ConfigError("push needs URLs of servers: push CHECKPOINT URL...")
+        secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, targets)
         source = open_checkpoint(checkpoint, dtype)
         try:
             with connect(
                 source,
-                to,
+                targets,
                 token=secret,
                 verify_tls=verify_tls,
                 backend=backend,
@@ -72,7 +84,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
                 report = sender.send_weights(version, label=label, rewind=rewind)
         except ManifestMismatchError as exc:
             raise ManifestMismatchError(
-                explain(exc, checkpoint, to),
+                explain(exc, checkpoint, targets),
                 missing=exc.missing,
                 unexpected=exc.unexpected,
                 mismatched=exc.mismatched,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from weightsync.cli.app import missing_package, require
+from weightsync.cli.dtypes import Dtype, dtype_option
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,11 +32,18 @@ _PACKAGES = (
 
 
 Apply = Literal["auto", "staged", "in_place"]
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
-    model: Annotated[str, typer.Option(help="smollm2, tiny, or a Hugging Face directory")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="smollm2, tiny, or a Hugging Face directory",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
     token: Annotated[
@@ -54,7 +62,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         Path | None, typer.Option(help="its key, PEM; default: in the certificate's file")
     ] = None,
     apply: Annotated[Apply, typer.Option(help="how weights are applied")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="of the weights")] = "float32",
+    dtype: Annotated[Dtype, dtype_option("of the weights; default: float32")] = "float32",
     device: Annotated[
         Literal["auto", "cuda", "cpu"],
         typer.Option(help="cuda: a GPU for each worker, never tried; auto: if there is one"),
@@ -86,6 +94,9 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     signal.signal(signal.SIGTERM, _exit)
     if no_auth and (token is not None or token_file is not None):
         raise ConfigError("--no-auth excludes --token and --token-file; give one of them")
+    if (name is None) == (model is None):
+        raise ConfigError("serve needs one model: smollm2, tiny, or a Hugging Face directory")
+    chosen = name or model or ""
     require("serve", *_PACKAGES)
     try:
         from weightsync.queues.codec import chosen_tensor_ipc  # noqa: PLC0415 - an extra
@@ -95,7 +106,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         raise missing_package("serve", exc.name) from exc
     guard = Token("") if no_auth else resolve_token(token, token_file=token_file)
     options = ServeOptions(
-        model=model,
+        model=chosen,
         dtype=dtype,
         device=device,
         apply=apply,

@@ -11,7 +11,8 @@ import torch
 import typer
 from rich.console import Console
 
-from weightsync.cli.checkpoint import Dtype, open_checkpoint
+from weightsync.cli.checkpoint import open_checkpoint
+from weightsync.cli.dtypes import Dtype, dtype_option
 from weightsync.cli.options import (
     CaFileOption,
     TokenFileOption,
@@ -72,13 +73,15 @@ def verify(
     ca_file: CaFileOption = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="dtype in the server; default: detected", show_default=False),
+        dtype_option("dtype in the server; default: detected"),
     ] = None,
     timeout: Annotated[float, seconds("seconds to wait for the server")] = 300.0,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compare the weights that a server holds with a safetensors checkpoint, tensor by tensor."""
     with ending(as_json=json_):
+        if ":/" in str(checkpoint) and "://" not in url:
+            raise ConfigError(f"{url} is no URL: verify URL CHECKPOINT, the URL first")
         secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, [url])
         plain, engine = read_target(url)
         if engine is not None:
