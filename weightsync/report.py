@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from weightsync.errors import shorten
+
 
 class _FormerNames:
     """Deprecated aliases of earlier versions: `road` and `skipped_roads`."""
@@ -57,6 +59,7 @@ class SyncReport(_FormerNames):
     - `control_nbytes` and `control_messages`: what the control plane sent to all receivers.
     - `peak_extra_nbytes`: memory that the sender held beyond the model. `written_nbytes`: bytes
       written into buckets, counted once for any number of readers.
+    - `not_finite`: names of tensors that hold NaN or infinity, unless `check_finite` is off.
     - `connect_seconds`: time to connect by phase, if this update connected.
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
@@ -79,6 +82,7 @@ class SyncReport(_FormerNames):
     written_nbytes: int = 0
     receivers: tuple[ReceiverReport, ...] = ()
     skipped_paths: Mapping[str, str] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: str = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -123,4 +127,6 @@ class SyncReport(_FormerNames):
         rolled = "; rolled forward" if self.rule == "roll-forward" else ""
         dropped = "".join(f"; dropped {target}: {why}" for target, why in self.dropped.items())
         skipped = "".join(f"; skipped {path}: {why}" for path, why in self.skipped_paths.items())
-        return rolled + dropped + skipped
+        found = shorten(self.not_finite)
+        not_finite = f"; NaN or infinity in {found}" if found else ""
+        return rolled + dropped + skipped + not_finite

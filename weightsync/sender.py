@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ from weightsync.update.coordinator import Coordinator, OnFailure
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
+from weightsync.weights.finite import CheckFinite
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties
 from weightsync.wire.messages import SharedMemoryUsage
@@ -80,6 +81,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     bucket_nbytes: int | str | None = None,
     num_buckets: int | None = None,
     verify: bool = True,
+    check_finite: CheckFinite = "off",
     token: str | None = None,
     verify_tls: bool | str = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -106,7 +108,9 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     - `packed`: with None, receivers read stable parameters in place, and other tensors pass through
       buckets. `bucket_nbytes` (rounded up to 64; also "8MB") and `num_buckets` size the buckets.
     - `adopt` allows parameters in host memory to be moved into shared memory.
-    - `verify` compares fingerprints of the weights that arrive.
+    - `verify` compares fingerprints of the weights that arrive. `check_finite` looks for NaN and
+      infinity in the source: with `warn` the report and the log name the tensors, with `raise` the
+      update is a VerificationError.
     - `token` and `verify_tls` are HttpTransport's, by default from the environment.
     - `timeout_s` bounds every wait for progress. `wait_s` is how long a server at a URL may not
       answer yet, because it loads its model; the log says once that it is waited for.
@@ -131,6 +135,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     as_flag("verify", verify)
     if on_failure not in ("abort", "drop"):
         raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
+    if check_finite not in get_args(CheckFinite):
+        raise ConfigError(f"check_finite must be off, warn or raise, not {check_finite!r}")
     backends, unusable = choose_backends(backend)
     on_progress = progress_callback(progress)
     cleanup_stale()
@@ -154,7 +160,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s, wait_s=wait_s)
 
     def make_worker() -> RankWorker:
-        return RankWorker(as_source(source, dtype=dtype, rename=rename), options, ranks, backends)
+        made = as_source(source, dtype=dtype, rename=rename)
+        return RankWorker(made, options, ranks, backends, check_finite)
 
     def make_coordinator(group: RankGroup) -> Coordinator:
         drops = on_failure == "drop"

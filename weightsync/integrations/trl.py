@@ -27,6 +27,7 @@ from weightsync.report import SyncReport
 from weightsync.sender import WeightSender
 from weightsync.transports.factory import Targets
 from weightsync.update.coordinator import OnFailure
+from weightsync.weights.finite import CheckFinite
 from weightsync.weights.module_sink import Rename
 
 try:
@@ -59,6 +60,7 @@ class ConnectSettings(TypedDict, total=False):
     bucket_nbytes: int | str | None
     num_buckets: int | None
     verify: bool
+    check_finite: CheckFinite
     token: str | None
     verify_tls: bool | str
     timeout_s: float

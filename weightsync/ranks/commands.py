@@ -104,7 +104,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `round` has the next messages of a handshake, `excused` the failed readers that are not to
     blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
     backend, and by reader where each reader gets its own. `changed` names tensors of the source
-    that changed during the transfer.
+    that changed during the transfer, `not_finite` those that hold NaN or infinity.
     """
 
     problem: Problem | None = None
@@ -119,6 +119,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     extra_nbytes: int = 0
     written_nbytes: int = 0
     changed: list[str] = []
+    not_finite: list[str] = []
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import ManifestMismatchError, shorten
+from weightsync.errors import ManifestMismatchError, VerificationError, shorten
 from weightsync.ranks.comm import (
     CancelFlag,
     Cancellation,
@@ -21,6 +21,7 @@ from weightsync.ranks.comm import (
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.fingerprint import mix64
+from weightsync.weights.finite import CheckFinite, not_finite
 from weightsync.weights.shards import gather
 from weightsync.weights.source import (
     DescribedSource,
@@ -249,10 +250,19 @@ class SourceOfUpdate:
     the tensors are made for each update, False where their memory stays. The stable tensors are
     read from the source once, because that takes time for each tensor. Where several engines read
     tensors that are made, each engine reads them in a pass of its own, and the passes are compared.
+    `not_finite` names the tensors of this update that hold NaN or infinity, unless `check_finite`
+    is off.
     """
 
-    def __init__(self, given: WeightSource, collective: CollectiveSource | None) -> None:
+    def __init__(
+        self,
+        given: WeightSource,
+        collective: CollectiveSource | None,
+        check_finite: CheckFinite = "off",
+    ) -> None:
         self.is_made = given.stable_tensors() is None
+        self.not_finite: list[str] = []
+        self._check_finite = check_finite
         self._given = given
         self._source: WeightSource = collective or given
         self._watch = SourceWatch()
@@ -274,14 +284,47 @@ class SourceOfUpdate:
         return self._stable
 
     def tensors(self) -> Iterator[Pair]:
-        """Yield the tensors of the source."""
-        return self._compared() if self._compares else self._source.tensors()
+        """Yield the tensors of the source. Raises VerificationError as `look` does."""
+        pairs = self._compared() if self._compares else self._source.tensors()
+        return self._looked_at(pairs) if self.is_made and self._check_finite != "off" else pairs
+
+    def look(self, pairs: Iterable[Pair]) -> None:
+        """Note which of `pairs` hold NaN or infinity; raise VerificationError where it is asked.
+
+        Nothing is done if `check_finite` is off.
+        """
+        if self._check_finite == "off":
+            return
+        names, tensors = [], []
+        for name, tensor in pairs:
+            names.append(name)
+            tensors.append(tensor)
+        self.not_finite += not_finite(names, tensors)
+        if self.not_finite and self._check_finite == "raise":
+            raise VerificationError(
+                f"{len(self.not_finite)} tensors hold NaN or infinity: {shorten(self.not_finite)}; "
+                "the update is aborted",
+                names=self.not_finite,
+            )
+
+    def look_at_stable(self) -> None:
+        """Do the same for the source's tensors, where their memory stays."""
+        if self._check_finite != "off" and not self.is_made:
+            specs = self._given.manifest.specs
+            stable = self.stable_tensors() or ()
+            self.look((spec.name, t) for spec, t in zip(specs, stable, strict=True))
+
+    def _looked_at(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        for pair in pairs:
+            self.look([pair])
+            yield pair
 
     def refresh(self, *, passes: int = 1) -> None:
         """Forget the last update; `passes` is how often the next one reads the tensors."""
         self._stable = None
         self._compares = passes > 1
         self._fingerprints, self._passes, self._differ = [], 0, []
+        self.not_finite = []
 
     def drain(self, check: Callable[[], None]) -> None:
         """Take part in making every tensor of a pass that other ranks read."""

@@ -52,6 +52,7 @@ from weightsync.ranks.sources import (
     source_device,
 )
 from weightsync.shm.wait import Heartbeat
+from weightsync.weights.finite import CheckFinite
 from weightsync.weights.shards import gather
 from weightsync.weights.source import DescribedSource, NamedTensors, Snapshot, WeightSource
 from weightsync.wire.codec import manifest_to_wire
@@ -75,14 +76,16 @@ class RankWorker:
         options: TransferOptions,
         ranks: RankComm,
         backends: Sequence[Backend],
+        check_finite: CheckFinite = "off",
     ) -> None:
+        self._check_finite: CheckFinite = check_finite
         self._ranks = ranks
         if isinstance(source, DescribedSource):
             join_parts(source, ranks)
         self._given = source
         self._snapshot: Snapshot | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
-        self.source = SourceOfUpdate(source, self._collective)
+        self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}
         self.sender_id = secrets.token_hex(8)
@@ -287,7 +290,7 @@ class RankWorker:
         with self._step():
             self._snapshot.take(self._collective or self._given, self._check_all)
         if is_first:
-            self.source = SourceOfUpdate(self._snapshot, None)
+            self.source = SourceOfUpdate(self._snapshot, None, self._check_finite)
         return CommandResult(extra_nbytes=self._snapshot.nbytes)
 
     def _begin(self, command: Begin) -> CommandResult:
@@ -302,6 +305,10 @@ class RankWorker:
         updates: dict[str, Any] = {}
         with self._step():
             self.source.watch(pairs, reads=bool(self.reading))
+            if self.reading and pairs is not None:
+                self.source.look(pairs)
+            elif self.reading and self._check_finite == "raise":
+                self.source.look_at_stable()  # before a receiver in place reads it
             source: WeightSource = self.source
             if pairs is not None:
                 source = Subset([(name, gather(tensor)) for name, tensor in pairs])
@@ -327,6 +334,8 @@ class RankWorker:
         """Transfer every byte. If it fails on any rank, the engines release waiting readers."""
         with self._step():
             try:
+                if self.reading and self._moves_model and self._check_finite == "warn":
+                    self.source.look_at_stable()  # while the receivers read
                 for name in self._in_order():
                     if name in self.reading:
                         self.engines[name].transfer(self._check_all)
@@ -364,9 +373,11 @@ class RankWorker:
             stack.callback(lambda: changed.extend(self.source.end_watch(self._is_adopted)))
             for engine in dependents:
                 stack.callback(_named, engine, "end")
+        not_finite = self.source.not_finite
         self.source.refresh()
         return CommandResult(
             changed=changed,
+            not_finite=not_finite,
             digests={
                 name: _read(self.engines[name], "table_digest", str | None) for name in self.reading
             },

@@ -237,6 +237,7 @@ class UpdateTransaction:
             written_nbytes=sum(one.written_nbytes for one in self._results),
             receivers=receivers,
             skipped_paths=skipped,
+            not_finite=self._not_finite(),
             rule=self.rule,
         )
 
@@ -307,6 +308,12 @@ class UpdateTransaction:
             by_rank = readers.setdefault(member.backend, {})
             by_rank.setdefault(member.rank, []).append(member.reader)
         return readers
+
+    def _not_finite(self) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(name for one in self._results for name in one.not_finite))
+        if found:
+            logger.warning("%d tensors hold NaN or infinity: %s", len(found), shorten(found))
+        return found
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
         """Raise VerificationError, with the update aborted, if the source changed meanwhile.
