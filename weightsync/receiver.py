@@ -60,17 +60,21 @@ _READING_S = 300.0
 class WeightReceiver:
     """Receives weights into `sink`: an nn.Module, a `load_weights` hook, or a WeightSink.
 
+    - `sink`: the module whose tensors are replaced, the hook that is given `(name, tensor)` pairs,
+      or a WeightSink.
     - `apply`: `staged` writes the weights to a second copy and swaps at finish. `in_place`
       overwrites the weights in use while generation waits. `auto` stages if memory allows.
-    - `manifest` declares the tensors that a hook wants.
-    - `on_pause(mode)`, `on_resume()` and `on_clear_cache()` are called for the requests with those
-      names.
-    - `on_hold(timeout_s)` is called before the weights in use are overwritten. It may block until
-      no decode step runs, or raise to abort the update. `on_release()` is called once for each
-      `on_hold` that returned, when that step of the update is over and its outcome is visible. Both
-      are for programs that generate in another process and do not use `reading`.
-    - `lease_s` is the longest time that an update may make no progress.
-    - `version` is the version of the weights in use.
+    - `manifest`: declares the tensors that a hook wants.
+    - `on_pause`: called with the mode when generation has to pause.
+    - `on_resume`: called when it may go on.
+    - `on_clear_cache`: called when caches of older weights have to be dropped.
+    - `on_hold`: called with `timeout_s` before the weights in use are overwritten. It may block
+      until no decode step runs, or raise to abort the update. For programs that generate in another
+      process and do not use `reading`.
+    - `on_release`: called once for each `on_hold` that returned, when that step of the update is
+      over and its outcome is visible.
+    - `lease_s`: the longest time that an update may make no progress.
+    - `version`: the version of the weights in use.
 
     Every method is thread-safe. Raises ConfigError for an unsupported sink.
     """

@@ -96,34 +96,40 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     """Return a sender of `source` to every receiver in `to`. Allocates all large memory now.
 
     - `source`: an nn.Module (plain, DDP or FSDP2), a state dict, a callable that returns fresh
-      `(name, tensor)` pairs, or a WeightSource.
+      `(name, tensor)` pairs or a state dict, or a WeightSource.
     - `to`: a URL, a Ray actor, a WeightReceiver in this process, a callable that carries plain
       dicts, a Transport, or several of these. A server with several workers has one URL and counts
       as that many receivers.
-    - `dtype` casts floating-point tensors before they are sent, to torch.bfloat16 or "bfloat16" for
-      instance; `rename` maps names.
+    - `dtype`: casts floating-point tensors before they are sent, to torch.bfloat16 or "bfloat16"
+      for instance.
+    - `rename`: maps names; a mapping may lack some.
     - `backend`: `auto` takes the cheapest path that works for each receiver, of all backends that
       are registered; `ipc` knows only paths on the same host, `gloo` the path between hosts. Also a
       `Backend` of your own, or several, in the order in which they are tried.
-    - `packed`: with None, receivers read stable parameters in place, and other tensors pass through
-      buckets. `bucket_nbytes` (rounded up to 64; also "8MB") and `num_buckets` size the buckets.
-    - `adopt` allows parameters in host memory to be moved into shared memory.
-    - `verify` compares fingerprints of the weights that arrive. `check_finite` looks for NaN and
-      infinity in the source: with `warn` the report and the log name the tensors, with `raise` the
-      update is a VerificationError.
-    - `token` and `verify_tls` are HttpTransport's, by default from the environment.
-    - `timeout_s` bounds every wait for progress. `wait_s` is how long a server at a URL may not
-      answer yet, because it loads its model; the log says once that it is waited for.
+    - `packed`: True passes tensors through buckets. With None, receivers read stable parameters in
+      place, and other tensors pass through buckets.
+    - `bucket_nbytes`: size of a bucket, rounded up to 64; also "8MB".
+    - `num_buckets`: number of buckets.
+    - `verify`: compares fingerprints of the weights that arrive.
+    - `check_finite`: looks for NaN and infinity in the source: with `warn` the report and the log
+      name the tensors, with `raise` the update is a VerificationError.
+    - `token`: HttpTransport's, by default from the environment.
+    - `verify_tls`: HttpTransport's.
+    - `timeout_s`: bounds every wait for progress.
+    - `wait_s`: how long a server at a URL may not answer yet, because it loads its model; the log
+      says once that it is waited for.
+    - `process_group`: the ranks that send together; None is the default group.
+    - `adopt`: allows parameters in host memory to be moved into shared memory.
     - `on_failure`: if a receiver fails, `abort` leaves all receivers as they were, and `drop`
       continues without it.
-    - `progress` shows a bar, or is a callback for each update's `Progress`, called about ten times
+    - `progress`: shows a bar, or is a callback for each update's `Progress`, called about ten times
       a second, from another thread, on rank 0.
-    - `takeover` takes receivers from another living sender, whose next call raises
-      SenderReplacedError. A sender that `yields` lets any sender take its receivers between
-      updates.
+    - `takeover`: takes receivers from another living sender, whose next call raises
+      SenderReplacedError.
+    - `yields`: lets any sender take this one's receivers between updates.
 
-    Under torch.distributed every rank of `process_group` (None: the default group) calls this, and
-    then every method of the sender in the same order. Only rank 0 sends messages to the receivers.
+    Under torch.distributed every rank of `process_group` calls this, and then every method of the
+    sender in the same order. Only rank 0 sends messages to the receivers.
 
     Raises ConfigError; SenderConflictError when a receiver belongs to another living sender;
     ManifestMismatchError when the tensors do not fit a receiver or another rank's tensors;

@@ -73,6 +73,36 @@ def test_what_is_described_exists() -> None:
         assert re.search(pattern, source("/".join(path.split(".")[1:])), re.MULTILINE), name
 
 
+IMPORT = re.compile(r"^ *from (weightsync[\w.]*) import (\([^)]*\)|[^\n]+)", re.MULTILINE)
+
+
+def test_what_pages_and_examples_import_is_in_the_reference() -> None:
+    described = {name for text in API.values() for name in described_in(text)}
+    described |= {f"weightsync.{name}" for name in ws.__all__} | {"weightsync.server"}
+    tails = {name.rpartition(".")[2] for name in described}
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").iterdir()]
+    missing = {
+        f"{path.name}: {module}.{name}"
+        for path in pages
+        for module, names in IMPORT.findall(path.read_text(encoding="utf-8"))
+        for name in re.findall(r"\w+", re.sub(r"#.*| as \w+", "", names))
+        if module not in described and not {f"{module}.{name}", module} & described
+        if name not in tails and f"{module}.{name}.servers" not in described
+    }
+    assert missing == set()
+
+
+def test_every_variable_of_the_environment_has_a_row() -> None:
+    read = {
+        name
+        for path in (ROOT / "weightsync").rglob("*.py")
+        for name in re.findall(r"\bWEIGHTSYNC_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))
+    }
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"`(WEIGHTSYNC_[A-Z_]+)`", page))
+    assert rows == read
+
+
 def described_in(text: str) -> list[str]:
     return re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
 
