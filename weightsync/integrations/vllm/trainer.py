@@ -27,8 +27,7 @@ from weightsync.transports.base import Transport
 
 plugin.register_trainer()
 
-from vllm import LLM  # noqa: E402  # refused above if too old
-from vllm.distributed.weight_transfer import (  # noqa: E402  # as above
+from vllm.distributed.weight_transfer import (  # noqa: E402  # refused above if too old
     HTTPVLLMWeightSyncClient,
     RayVLLMWeightSyncClient,
 )
@@ -114,7 +113,7 @@ def targets_of(client: Any) -> str | list[Transport]:
     if type(client) is RayVLLMWeightSyncClient:
         return [target for handle in client.handles for target in vllm_targets(handle)]
     for engine in (client, getattr(client, "llm", None)):
-        if isinstance(engine, LLM):
+        if callable(getattr(engine, "collective_rpc", None)):  # an LLM, whose import takes seconds
             return list(vllm_targets(engine))
     raise ConfigError(
         f"a {type(client).__name__} does not show its servers: it is no HTTPVLLMWeightSyncClient, "
