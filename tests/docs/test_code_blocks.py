@@ -90,6 +90,8 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
 PROGRAMS = {
     ".": "the shell's: it enters an environment that the line before makes",
     "export": "the shell's",
+    "docker": "tests/examples/test_deploy.py reads its file, and runs the commands in it",
+    "kubectl": "tests/examples/test_deploy.py reads its file",
     "vllm": "vLLM's own command; make test-vllm starts it with these options",
     "pytest": "the plug-in is run by tests/testing/test_conformance.py",
     "curl": "no program of ours; the routes are tested in tests/server",
@@ -115,7 +117,7 @@ def here(page: str, language: str) -> list[Block]:
 
 
 def test_every_block_is_of_a_language_that_is_looked_at() -> None:
-    known = {"python", "console", "bash", "json", "text", "toml"}
+    known = {"python", "console", "bash", "json", "text", "toml", "yaml"}
     for block in (block for page in pages() for block in blocks(page)):
         assert block.language in known, f"{block.page}:{block.line}: {block.language or 'none'}"
 

@@ -80,7 +80,7 @@ def test_what_pages_and_examples_import_is_in_the_reference() -> None:
     described = {name for text in API.values() for name in described_in(text)}
     described |= {f"weightsync.{name}" for name in ws.__all__} | {"weightsync.server"}
     tails = {name.rpartition(".")[2] for name in described}
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").iterdir()]
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.*")]
     missing = {
         f"{path.name}: {module}.{name}"
         for path in pages
