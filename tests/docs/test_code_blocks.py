@@ -81,7 +81,7 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/guarantees.md", "text"): (2, "what runs of an hour printed"),
     ("docs/quickstart.md", "text"): (1, "what the program above it prints"),
     ("docs/scaling.md", "text"): (1, "a formula"),
-    ("docs/serving.md", "text"): (3, "a drawing of processes; what runs by hand printed"),
+    ("docs/serving.md", "text"): (2, "what runs by hand printed"),
     ("docs/verl.md", "text"): (1, "what make test-verl printed"),
     ("docs/vllm.md", "text"): (1, "what make test-vllm printed"),
 }
