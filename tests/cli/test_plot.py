@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.test_report import report
+from weightsync.cli.figures import counted, parts_of
 from weightsync.cli.output import USAGE
 from weightsync.cli.plot import draw, read_reports
 
@@ -39,12 +40,35 @@ def test_it_answers_in_json(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_drawn_is_what_the_reports_say(run: Path) -> None:
-    axes: list[Any] = draw(read_reports(run)).axes
+    figure = draw(read_reports(run))
+    axes: list[Any] = figure.axes
     phases, speed, stall = axes
-    drawn = {line.get_label(): list(line.get_ydata()) for line in phases.get_lines()}
-    assert drawn == {"total": [500, 250, 250], "load": [300, 150, 150]}
+    drawn = {bars.get_label(): [bar.get_height() for bar in bars] for bars in phases.containers}
+    assert drawn == {"load": [300, 150, 150], "other": [200, 100, 100]}
+    assert [bar.get_y() for bar in phases.containers[1]] == [300, 150, 150]
     assert list(speed.get_lines()[0].get_ydata()) == pytest.approx([4, 8, 8])
     assert list(stall.get_lines()[0].get_ydata()) == pytest.approx([2, 2, 2])
+    assert "3 updates, versions 1 to 7; verified: held" in {t.get_text() for t in figure.texts}
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        {"transfer": 0.2, "load": 0.3, "finish": 0.1, "total": 0.7},
+        {"transfer": 0.5, "load": 0.4, "finish": 0.3, "total": 0.6},
+        {"total": 0.1},
+        {},
+    ],
+)
+def test_the_parts_of_an_update_add_up_to_its_total(seconds: dict[str, float]) -> None:
+    parts = parts_of(seconds)
+    assert sum(parts.values()) == pytest.approx(seconds.get("total", 0.0))
+    assert all(value >= 0 for value in parts.values())
+
+
+def test_levels_that_differ_are_counted() -> None:
+    assert counted(["held", "held"]) == "held"
+    assert counted(["held", "none", "held"]) == "held 2, none 1"
 
 
 @pytest.mark.parametrize(

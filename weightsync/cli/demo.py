@@ -180,25 +180,27 @@ def write_report(report: DemoReport, file: Path) -> None:
 
 
 def write_plot(steps: Sequence[Step], file: Path) -> None:
-    """Draw reward and sync time by step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
-    from matplotlib.figure import Figure  # noqa: PLC0415 - same
+    """Draw rewards, and the update after each step."""
+    from weightsync.cli.figures import (  # noqa: PLC0415 - matplotlib is slow to import
+        BLUE,
+        VIOLET,
+        counted,
+        draw_line,
+        name,
+        panels,
+    )
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    reward_axis = figure.add_subplot()
-    sync_axis = reward_axis.twinx()
-    numbers = range(1, len(steps) + 1)
-    milliseconds = [step.sync_s * 1e3 for step in steps]
-    sync_axis.bar(numbers, milliseconds, color="tab:gray", alpha=0.35, width=0.6)
-    sync_axis.set_ylabel("weight sync (ms)")
-    sync_axis.set_ylim(bottom=0)
-    reward_axis.plot(numbers, [step.reward for step in steps], color="tab:blue", marker="o")
-    reward_axis.set_xlabel("step")
-    reward_axis.set_xticks(list(numbers))
-    reward_axis.set_ylabel("reward", color="tab:blue")
-    reward_axis.set_ylim(0, 1.05)
-    reward_axis.set_zorder(sync_axis.get_zorder() + 1)
-    reward_axis.patch.set_visible(False)
-    reward_axis.set_title("Reward, and the time to send the weights after each step")
-    figure.savefig(file, dpi=120)
+    gbps = sum(step.nbytes for step in steps) / max(sum(step.sync_s for step in steps), 1e-9) / 1e9
+    note = (
+        f"{len(steps)} steps; {steps[-1].nbytes / 1e6:.1f} MB by {steps[-1].path} after each, "
+        f"{gbps:.2f} GB/s; verified: {counted(step.verified for step in steps)}"
+    )
+    figure, (rewards, updates) = panels("Training by rewards, with a live server", note, 2)
+    at = list(range(1, len(steps) + 1))
+    draw_line(rewards, at, [step.reward for step in steps], VIOLET)
+    rewards.set_ylim(0, 1.05)
+    name(rewards, "reward of what the server generated")
+    updates.bar(at, [step.sync_s * 1e3 for step in steps], color=BLUE, width=0.6)
+    name(updates, "time to send the weights, ms")
+    updates.set_xlabel("step")
+    figure.savefig(file)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from weightsync.cli.figures import BLUE, ORANGE, counted, draw_line, name, panels, stack
 from weightsync.cli.output import ending, print_json
 from weightsync.errors import ConfigError
 
@@ -24,6 +24,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     gbps: Number
     stall_s: Number
     seconds: dict[str, Number]
+    verified: str = ""
 
 
 _DECODER = msgspec.json.Decoder(Report)
@@ -37,7 +38,7 @@ def plot(
     ] = Path("run.png"),
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Draw seconds per phase, speed and stall of every update of a run.
+    """Draw time by part, speed and stall of every update of a run.
 
     Each line of the file is the result of `report.to_json()`.
     """
@@ -76,30 +77,20 @@ def read_reports(path: Path) -> list[Report]:
 
 
 def draw(reports: list[Report]) -> Figure:
-    """Return a figure of three panels: phases, speed, stall; one point per update."""
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    phases, speed, stall = figure.subplots(3, 1, sharex=True)
+    """Return a figure of three panels, with a place for each update: parts, speed, stall."""
+    verified = counted(report.verified for report in reports if report.verified)
+    note = f"{len(reports)} updates, versions {_versions(reports)}"
+    note += f"; verified: {verified}" if verified else ""
+    figure, (parts, speed, stall) = panels("Updates of a run", note, 3)
     at = list(range(1, len(reports) + 1))
-    _draw_phases(phases, at, [report.seconds for report in reports])
-    speed.plot(at, [report.gbps for report in reports], marker=".")
-    speed.set_ylabel("GB/s")
-    stall.plot(at, [report.stall_s * 1e3 for report in reports], marker=".")
-    stall.set_ylabel("stall, ms")
+    stack(parts, at, [report.seconds for report in reports])
+    name(parts, "time of an update, ms")
+    draw_line(speed, at, [report.gbps for report in reports], BLUE)
+    name(speed, "speed, GB/s")
+    draw_line(stall, at, [report.stall_s * 1e3 for report in reports], ORANGE)
+    name(stall, "generation stood still, ms")
     stall.set_xlabel("update")
-    figure.suptitle(f"weightsync: {len(reports)} updates, versions {_versions(reports)}")
     return figure
-
-
-def _draw_phases(axes: Axes, at: list[int], seconds: list[dict[str, float]]) -> None:
-    names = sorted(
-        {name for phases in seconds for name in phases}, key=lambda name: name != "total"
-    )
-    for name in names:
-        values = [phases.get(name, float("nan")) * 1e3 for phases in seconds]
-        axes.plot(at, values, marker=".", label=name)
-    axes.set_ylabel("ms")
-    axes.set_ylim(bottom=0)
-    axes.legend()
 
 
 def _versions(reports: list[Report]) -> str:
