@@ -232,9 +232,28 @@ def test_the_chart_draws_every_update_to_scale() -> None:
     heights = [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', svg)]
     assert heights == [20.0, 40.0, 100.0]
     assert "version 2: 200 ms" in svg
+    places = [float(x) for x in re.findall(r'<rect[^>]* x="([\d.]+)"', svg)]
+    end = 10 * SHOWN_UPDATES  # where the axis says "version 5"
+    assert places == [end - 28.5, end - 18.5, end - 8.5]
+    assert re.search(r'<p class="ends"[^>]*><span></span><span>version 5</span>', svg)
     assert "Sync time of the last 3 updates: 100 ms to 500 ms, the latest 500 ms" in svg
     assert len(others) == 2
     assert "Stall: no updates yet" in figures_of(render_fragment(snapshot(report())))[2]
+
+
+def test_a_full_chart_begins_with_its_first_version() -> None:
+    recent = [record(n) for n in range(1, SHOWN_UPDATES + 3)]
+    (svg, *_) = figures_of(render_fragment(snapshot(report(recent=recent))))
+    assert re.search(r"<span>version 3</span><span>version 52</span>", svg)
+    assert re.search(r'<rect[^>]* x="1\.5"', svg)
+
+
+def test_the_weights_have_a_dtype_and_a_device() -> None:
+    shown = take_snapshot(
+        "tiny", ["0.0"], [(report(), "")], [], at=NOW, dtype="bfloat16", device="cpu"
+    )
+    fragment = render_fragment(shown)
+    assert "<dt>Weights</dt><dd>bfloat16 on cpu</dd>" in fragment
 
 
 def figures_of(fragment: str) -> list[str]:

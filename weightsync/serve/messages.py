@@ -191,7 +191,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     `running` and `waiting` count completions. The totals count from the start of the replica.
     `versions` are the weight versions of its workers, one each. `stall_s` is how long the last
-    update stopped generation.
+    update kept the replica from making a step, which the wait for its last step is part of.
     """
 
     running: int = 0

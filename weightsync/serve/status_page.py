@@ -117,6 +117,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[EngineStats]
     updates: list[UpdateView]
     engine_error: str = ""
+    dtype: str = ""
+    device: str = ""
 
     @property
     def troubles(self) -> list[str]:
@@ -177,6 +179,8 @@ class StatusReader:
             replicas or [],
             engine_error,
             at=time.time(),
+            dtype=self._engine.card.dtype,
+            device=self._engine.card.device,
         )
 
     def _result(self, index: int) -> tuple[Any, str]:
@@ -205,6 +209,8 @@ def take_snapshot(
     engine_error: str = "",
     *,
     at: float,
+    dtype: str = "",
+    device: str = "",
 ) -> Snapshot:
     """Combine the replies of the engine and of the workers, which are in the order of `names`."""
     reports = {name: report for name, (report, _) in zip(names, replies, strict=True) if report}
@@ -227,6 +233,8 @@ def take_snapshot(
         replicas=replicas,
         updates=merge_updates(record for report in reports.values() for record in report.recent),
         engine_error=engine_error,
+        dtype=dtype,
+        device=device,
     )
 
 
