@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -131,6 +131,46 @@ def test_a_callable_state_dict_sends_tied_tensors_once() -> None:
                 model.first.weight.fill_(3.0)
             sender.send_weights()
         assert torch.equal(target.second.weight, model.second.weight)
+
+
+def test_a_mapping_that_makes_its_tensors_has_no_false_ties() -> None:
+    class Lazy(Mapping[str, torch.Tensor]):
+        """Each tensor is a new one, in memory that the one before has left."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return torch.full((4096,), float(ord(name)))
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("abcdefgh")
+
+        def __len__(self) -> int:
+            return 8
+
+    given: dict[str, float] = {}
+
+    def load(pairs: Any) -> None:
+        given.update((name, tensor[0].item()) for name, tensor in pairs)
+
+    for source in (Lazy(), Lazy):
+        with (
+            closing(ws.WeightReceiver(load)) as receiver,
+            ws.connect(source, to=receiver) as sender,
+        ):
+            sender.send_weights()
+        assert given == {name: float(ord(name)) for name in "abcdefgh"}
+
+
+def test_tensors_that_are_untied_later_are_an_error() -> None:
+    state = {"a": torch.ones(8), "b": torch.zeros(8)}
+    state["b"] = state["a"]
+    with (
+        closing(ws.WeightReceiver(lambda pairs: [name for name, _ in pairs])) as receiver,
+        ws.connect(lambda: state, to=receiver) as sender,
+    ):
+        sender.send_weights()
+        state["b"] = torch.full((8,), 7.0)
+        with pytest.raises(ws.ManifestMismatchError, match="other tensors are tied than at"):
+            sender.send_weights()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import closing
@@ -74,6 +76,20 @@ def test_a_hook_that_raises_is_shown_from_its_own_line() -> None:
         assert_short(error, printed)
         assert printed.count("Traceback") == 2
         assert 'raise OSError("no space left")' in printed
+
+
+def test_lines_of_an_interactive_session_are_shown() -> None:
+    code = (
+        "import torch, weightsync as ws\n"
+        "def hook(pairs):\n"
+        "    for _ in pairs: 1 / 0\n"
+        "ws.connect(torch.nn.Linear(2, 2), to=ws.WeightReceiver(hook)).send_weights()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert 'File "<stdin>", line 3, in hook' in done.stderr
+    assert "ZeroDivisionError: division by zero" in done.stderr
 
 
 def test_a_source_that_raises_keeps_its_error() -> None:

@@ -89,8 +89,8 @@ def as_dtype(name: str, value: object) -> torch.dtype | None:
         return None
     dtype = value
     if isinstance(value, str):
-        name = value.removeprefix("torch.").lower()
-        dtype = TORCH_DTYPES.get(DTYPE_ALIASES.get(name, name))
+        given = value.removeprefix("torch.").lower()
+        dtype = TORCH_DTYPES.get(DTYPE_ALIASES.get(given, given))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
             f"{name} is a floating-point dtype, as torch.bfloat16 or 'bfloat16', not "

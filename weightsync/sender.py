@@ -163,7 +163,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     waiting_s = ranks_timeout_s + wait_s
     ranks = join_ranks(process_group, timeout_s=waiting_s, join_timeout_s=timeout_s)
 
-    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s, wait_s=wait_s)
+    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
 
     def make_worker() -> RankWorker:
         made = as_source(source, dtype=dtype, rename=rename)
@@ -171,7 +171,13 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
     def make_coordinator(group: RankGroup) -> Coordinator:
         drops = on_failure == "drop"
-        fleet = Fleet(group, transports.every(to), timeout_s=timeout_s, drops=drops, yields=yields)
+        fleet = Fleet(
+            group,
+            transports.every(to, wait_s=wait_s),
+            timeout_s=timeout_s,
+            drops=drops,
+            yields=yields,
+        )
         ordered = not isinstance(backend, str | Backend)
         paths = PathSelector(fleet, options, backends, ordered=ordered, unusable=unusable)
         if on_progress is not None:
@@ -225,7 +231,8 @@ class WeightSender:
         coordinator = self._coordinator
         if coordinator is None:
             return f"<WeightSender at version {self.version}, rank {self._group.comm.rank}>"
-        by = f" by {self.path}" if coordinator.membership.connected else ", released"
+        paths = {member.shown_path for member in coordinator.fleet.members}
+        by = f" by {'+'.join(sorted(paths))}" if coordinator.membership.connected else ", released"
         return f"<WeightSender at version {self.version}, to {shorten(self.targets, 3)}{by}>"
 
     @property
@@ -245,6 +252,7 @@ class WeightSender:
 
         Raises ConfigError when the sender is closed or released.
         """
+        self._settle()
         coordinator = self._coordinator
         if coordinator is None and not self._closed:
             return ""
@@ -303,9 +311,11 @@ class WeightSender:
         tensors' device, on every rank (sharded tensors are gathered), and connects again. Every
         later update of this sender sends from the copy, those of `send_weights` too.
 
-        One update is in flight. A further call waits for it before it copies; with `replace` it
-        cancels the one in flight, whose future then has TransferCancelled. Other methods wait for
-        it. Every rank calls this. Raises the errors of the copy. Never run on a GPU.
+        One update is in flight. A further call waits for it before it copies. With `replace` it
+        cancels the one in flight, whose future then has TransferCancelled, unless it was too late
+        or failed. Other methods that send, or change the fleet, wait for it; `close` does, too.
+        Every rank calls this, with the same arguments. A change of the source while it is copied
+        is a VerificationError. Raises the errors of the copy. Never run on a GPU.
         """
         return self._start_async(version, label, rewind, trace, replace=replace).future
 
@@ -322,13 +332,14 @@ class WeightSender:
 
         The source must not change before this returns: an optimizer step meanwhile is a
         VerificationError. With `snapshot` it may change as soon as this coroutine waits for the
-        first time: it begins with the copy of `send_async`, which blocks the loop. A cancellation
-        stops the transfer and returns when the source is no longer read.
+        first time: it begins with what `send_async` does, and that blocks the loop: it waits for an
+        update in flight, and copies. A cancellation stops the transfer and returns when the source
+        is no longer read.
         """
         # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
         sending: asyncio.Future[SyncReport]
         if snapshot:
-            flight = self._start_async(version, label, rewind, trace)
+            flight = self._start_async(version, label, rewind, trace, logs=False)
             stop, sending = flight.stop, asyncio.wrap_future(flight.future)
         else:
             stop = threading.Event()
@@ -434,6 +445,7 @@ class WeightSender:
     def release(self) -> None:
         """Unregister all memory, so that it may be offloaded or freed. The next send reconnects."""
         self._run("release", lambda leading: leading.membership.disconnect())
+        self._group.worker.drop_snapshot()
 
     @concise
     def close(self) -> None:
@@ -457,6 +469,8 @@ class WeightSender:
             if not known:
                 raise
         finally:
+            self._closed = True  # nothing more is sent
+            self._settle(stop=True)
             self._free()
 
     def _disconnect_alone(self) -> None:
@@ -482,11 +496,12 @@ class WeightSender:
         trace: TracePath | None,
         *,
         replace: bool = False,
+        logs: bool = True,
     ) -> _InFlight:
         if replace and self._in_flight is not None:
             self._in_flight.stop.set()
         self._run("send_async", lambda leading: leading.take_snapshot())
-        flight = _InFlight()
+        flight = _InFlight(logs=logs)
 
         def send() -> SyncReport:
             return self._send_weights(version, label, rewind, trace, flight.stop, taken=True)
@@ -528,8 +543,7 @@ class WeightSender:
         sends the other ranks its report or its error. Raises ConfigError when another call is open,
         because a ring has one writer.
         """
-        if self._in_flight is not None:
-            self._in_flight.wait()
+        self._settle()
         group, coordinator = self._group, self._coordinator
         ours: object | None = object()
         try:
@@ -567,6 +581,16 @@ class WeightSender:
             if ours is not None and self._open_call["call"] is ours:
                 del self._open_call["call"]
 
+    def _settle(self, *, stop: bool = False) -> None:
+        """Return when no update of `send_async` is in flight; with `stop`, those are cancelled."""
+        flight = None
+        while self._in_flight is not flight:  # a callback of a future may have sent another one
+            flight = self._in_flight
+            if flight is not None:
+                if stop:
+                    flight.stop.set()
+                flight.wait()
+
     def _free(self) -> None:
         self._closed = True
         self._finalizer.detach()
@@ -590,9 +614,10 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
 
 
 class _InFlight:
-    """An update that another thread sends. `stop`, when set, cancels it."""
+    """An update that another thread sends. `stop`, when set, cancels it. `logs` its error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, logs: bool) -> None:
+        self._logs = logs
         self.future: Future[SyncReport] = Future()
         self.stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -617,9 +642,7 @@ class _InFlight:
             report = send()
         except BaseException as exc:  # noqa: BLE001  # raised by the future
             error = shortened(exc) if isinstance(exc, WeightSyncError) else exc
-            if self.stop.is_set():
-                error = TransferCancelled("the update was cancelled, or replaced by a newer one")
-            else:
+            if self._logs and not isinstance(error, TransferCancelled):
                 logger.warning("send_async: %s: %s", type(error).__name__, error)
             self.future.set_exception(error)
         else:

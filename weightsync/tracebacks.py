@@ -52,7 +52,9 @@ def _cause_of_the_user(error: WeightSyncError) -> BaseException | None:
     if isinstance(error, TransportError):
         return None
     cause: BaseException | None = error
-    while cause is not None:
+    seen_errors = set[int]()
+    while cause is not None and id(cause) not in seen_errors:
+        seen_errors.add(id(cause))
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
         if cause is not None and not isinstance(cause, WeightSyncError):
             seen = cause.__traceback__
@@ -65,6 +67,6 @@ def _cause_of_the_user(error: WeightSyncError) -> BaseException | None:
 
 def _is_internal(step: TracebackType) -> bool:
     name = step.tb_frame.f_code.co_filename
-    return name.startswith((_OURS, "<")) or (
+    return name.startswith((_OURS, "<frozen ")) or (
         name.startswith(_STDLIB) and not name.startswith(_PACKAGES)
     )

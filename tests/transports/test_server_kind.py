@@ -113,7 +113,7 @@ def test_a_server_that_never_answers_is_an_error_after_the_time(scheme: str) -> 
     began = time.monotonic()
     with pytest.raises(ConnectError, match="is the server running"):
         ws.connect(torch.nn.Linear(6, 5), to=scheme + http.url, wait_s=0.5)
-    assert time.monotonic() - began >= 0.5
+    assert 0.5 <= time.monotonic() - began < 30
 
 
 def test_a_proxy_without_its_server_is_waited_for() -> None:

@@ -186,12 +186,170 @@ def test_a_copy_that_fails_is_raised_at_once_and_never_sent() -> None:
         for send in (sender.send_async, sender.send_weights):
             with pytest.raises(RuntimeError, match="planted"):
                 send()
-        with pytest.raises(ws.TransferError, match="the last copy of the weights failed"):
+        with pytest.raises(ws.TransferError, match="there is no whole copy of the weights"):
             sender.resync(sender.targets[0])
         assert values(held) == {1.0}
         fails.clear()
         sender.send_async().result(WAIT_S)
         assert values(held) == {2.0}
+
+
+def test_a_first_copy_that_fails_is_made_again() -> None:
+    """What is sent then is the copy, and not the source."""
+    model, hook, fails = Layers(1.0), SlowHook(), list[bool]()
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        if fails:
+            raise RuntimeError("planted")
+        yield from model.named_parameters()
+
+    with closing(ws.WeightReceiver(hook)) as receiver, ws.connect(source, to=receiver) as sender:
+        fails.append(True)
+        with pytest.raises(RuntimeError, match="planted"):
+            sender.send_async()
+        fails.clear()
+        future = sender.send_async()
+        fill(model, 2.0)
+        hook.go.set()
+        future.result(WAIT_S)
+        assert hook.held == [{1.0}]
+
+
+def test_a_change_while_it_is_copied_is_an_error() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    steps: list[Any] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(model.named_parameters()):
+            if index == 6 and steps:
+                thread = threading.Thread(target=steps.pop())
+                thread.start()
+                thread.join()
+            yield pair
+
+    step = optimizer(model).step
+    with closing(ws.WeightReceiver(held)) as receiver, ws.connect(source, to=receiver) as sender:
+        sender.send_async().result(WAIT_S)
+        for send in (sender.send_async, sender.send_weights):
+            steps.append(step)
+            with pytest.raises(ws.VerificationError, match="changed while it was copied"):
+                send()
+        assert values(held) == {1.0}
+        assert sender.send_weights().version == 2
+        assert values(held) == {3.0}
+
+
+def test_steps_of_another_thread_are_never_mixed_after_a_copy() -> None:
+    model, held = Layers(0.0, side=256, layers=24), Layers(-1.0, side=256, layers=24)
+    step, stop, refused = optimizer(model).step, threading.Event(), 0
+
+    def train() -> None:
+        while not stop.is_set():
+            step()
+
+    with closing(ws.WeightReceiver(held)) as receiver, ws.connect(model, to=receiver) as sender:
+        sender.send_async().result(WAIT_S)
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            for _ in range(20):
+                try:
+                    sender.send_weights()
+                except ws.VerificationError:
+                    refused += 1
+                assert len(values(held)) == 1
+        finally:
+            stop.set()
+            thread.join()
+    assert refused
+
+
+def test_the_copy_is_freed_by_release_and_by_close() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    with closing(ws.WeightReceiver(held)) as receiver:
+        sender = ws.connect(model, to=receiver)
+        sender.send_async().result(WAIT_S)
+        snapshot = sender._group.worker._snapshot
+        assert snapshot is not None
+        assert snapshot.nbytes > 0
+        sender.release()
+        assert snapshot.nbytes == 0
+        fill(model, 2.0)
+        sender.send_weights()
+        assert values(held) == {2.0}
+        sender.close()
+        assert snapshot.nbytes == 0
+
+
+def test_what_fails_by_itself_is_told_though_it_was_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go, entered, fails = threading.Event(), threading.Event(), [True]
+
+    def hook(pairs: Any) -> None:
+        for _ in pairs:
+            pass
+        if fails:
+            entered.set()
+            assert go.wait(WAIT_S)
+            raise OSError(f"disk on fire {fails.pop()}")
+
+    model = Layers(1.0)
+    with closing(ws.WeightReceiver(hook)) as receiver, ws.connect(model, to=receiver) as sender:
+        first = sender.send_async()
+        assert entered.wait(WAIT_S)
+        threading.Timer(0.3, go.set).start()
+        second = sender.send_async(replace=True)
+        assert isinstance(first.exception(), ws.RemoteError)
+        assert any("disk on fire" in record.message for record in caplog.records)
+        second.result(WAIT_S)
+
+
+def test_close_waits_for_what_a_callback_sends_and_frees_nothing_under_it() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    sent: list[Any] = []
+    with closing(ws.WeightReceiver(held)) as receiver:
+        sender = ws.connect(model, to=receiver)
+        first = sender.send_async()
+        first.add_done_callback(lambda _: sent.append(sender.send_async()))
+        first.result(WAIT_S)
+        while not sent:
+            time.sleep(0.001)
+        sender.close()
+        assert sent[0].done()
+
+
+def test_an_interrupt_while_it_closes_ends_the_update_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, hook = Layers(1.0), SlowHook()
+    with closing(ws.WeightReceiver(hook)) as receiver:
+        sender = ws.connect(model, to=receiver)
+        future = sender.send_async()
+        assert hook.entered.wait(WAIT_S)
+        settle, interrupts = sender._settle, [True]
+
+        def interrupted(*, stop: bool = False) -> None:
+            if interrupts:
+                interrupts.pop()
+                hook.go.set()
+                raise KeyboardInterrupt
+            settle(stop=stop)
+
+        monkeypatch.setattr(sender, "_settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.close()
+        assert future.done()
+
+
+def test_its_state_can_be_asked_for_meanwhile() -> None:
+    model, held = Layers(1.0), Layers(0.0)
+    with closing(ws.WeightReceiver(held)) as receiver, ws.connect(model, to=receiver) as sender:
+        for _ in range(10):
+            sender.send_async()
+            assert "WeightSender at version" in repr(sender)
+            sender.shared_memory_usage()
+            assert sender.path == "shared_memory"
 
 
 def test_tied_and_cast_tensors_are_copied_as_they_are_sent() -> None:

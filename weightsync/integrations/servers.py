@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -82,16 +83,14 @@ class ServerTransports:
         *,
         verify_tls: bool | str,
         timeout_s: float = _GREETING_S,
-        wait_s: float = 0.0,
     ) -> None:
         self._timeout_s = timeout_s
-        self._wait_s = wait_s
         self._lock = threading.Lock()
         self._token = token
         self._verify_tls = verify_tls
         self._weight_dirs: dict[Path | None, WeightDirectory] = {}
 
-    def transports(self, target: str) -> Sequence[Transport]:
+    def transports(self, target: str, *, wait_s: float = 0.0) -> Sequence[Transport]:
         """Return the transports for a URL: several for a vLLM server of several workers.
 
         A server that does not answer yet is waited for, for `wait_s`. Called from several threads
@@ -100,8 +99,8 @@ class ServerTransports:
         """
         token, trust = self._token, self._verify_tls
         url, engine = read_target(target)
-        if self._wait_s:
-            _await(url, verify_tls=trust, wait_s=self._wait_s)
+        if wait_s:
+            _await(url, verify_tls=trust, wait_s=wait_s)
         if engine is None and not _is_ours(url, token, verify_tls=trust, timeout_s=self._timeout_s):
             engine = find_engine(url, token, trust, min(_PROBE_S, self._timeout_s))
         if engine == "vllm":
@@ -131,16 +130,20 @@ class ServerTransports:
 
 
 def _await(url: str, *, verify_tls: bool | str, wait_s: float) -> None:
-    """Return when a server answers at a plain URL, or after `wait_s`; says once that it waits."""
+    """Return when a server answers at a plain URL, or after `wait_s`; says once that it waits.
+
+    Also where TLS fails: a certificate that is refused now is refused later.
+    """
     deadline = time.monotonic() + wait_s
     why = ""
     with closing(HttpTransport(url, "", verify_tls=verify_tls)) as probe:
         while True:
             try:
-                status, _ = probe.get("weight_info", timeout_s=_PROBE_S)
+                left_s = max(deadline - time.monotonic(), _PAUSE_S)
+                status, _ = probe.get("weight_info", timeout_s=min(_PROBE_S, left_s))
                 missing = f"{url} answers {status}" if status in _LOADING else ""
             except TransportError as exc:
-                missing = str(exc)
+                missing = "" if isinstance(exc.__cause__, ssl.SSLError) else str(exc)
             if not missing or time.monotonic() > deadline:
                 return
             if not why:

@@ -140,6 +140,7 @@ class RankGroup:
     def close(self) -> None:
         """Free this rank's memory, and leave the group."""
         self.worker.close()
+        self.worker.drop_snapshot()
         self.comm.close()
 
     def _do(

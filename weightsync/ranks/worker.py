@@ -23,7 +23,14 @@ from weightsync.backends.base import (
 )
 from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
-from weightsync.errors import BackendUnavailableError, ConfigError, ProtocolError, TransferError
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ProtocolError,
+    TransferCancelled,
+    VerificationError,
+    shorten,
+)
 from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
@@ -82,9 +89,9 @@ class RankWorker:
         self._ranks = ranks
         if isinstance(source, DescribedSource):
             join_parts(source, ranks)
-        self._given = source
         self._snapshot: Snapshot | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
+        self._original = SourceOfUpdate(source, self._collective)
         self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}
@@ -160,16 +167,15 @@ class RankWorker:
 
     def usage(self, targets: Mapping[tuple[str, int], str]) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares; `targets` are its readers' names, by backend."""
-        names: dict[str, dict[int, str]] = {name: {} for name in self.engines}
+        engines = dict(self.engines)
+        names: dict[str, dict[int, str]] = {name: {} for name in engines}
         for (backend, reader), target in targets.items():
             names.setdefault(backend, {})[reader] = target
-        for name, engine in self.engines.items():
+        for name, engine in engines.items():
             for base in self.backend(name).requires:
                 relays = engine.base_readers(list(names[name]))
                 names[base].update(dict.fromkeys(relays, "other hosts"))
-        return [
-            entry for name, engine in self.engines.items() for entry in engine.usage(names[name])
-        ]
+        return [entry for name, engine in engines.items() for entry in engine.usage(names[name])]
 
     def close(self) -> None:
         """Free everything, even where an engine raises. Idempotent."""
@@ -283,15 +289,34 @@ class RankWorker:
 
     def _take_snapshot(self) -> CommandResult:
         """Copy the source's tensors; the first time, the copy takes the place of the source."""
-        is_first = self._snapshot is None
-        if self._snapshot is None:
+        snapshot = self._snapshot
+        if snapshot is None:
             self.close()
-            self._snapshot = Snapshot(self.source.manifest)
+            snapshot = Snapshot(self._original.manifest)
+        self._original.refresh()
         with self._step():
-            self._snapshot.take(self._collective or self._given, self._check_all)
-        if is_first:
-            self.source = SourceOfUpdate(self._snapshot, None, self._check_finite)
-        return CommandResult(extra_nbytes=self._snapshot.nbytes)
+            self._original.watch(None, reads=True)
+            try:
+                snapshot.take(self._original, self._check_all)
+            finally:
+                changed = self._original.end_watch()
+            if changed:
+                snapshot.drop()
+                raise VerificationError(
+                    f"the source changed while it was copied: {len(changed)} tensors: "
+                    f"{shorten(changed)}; send again when nothing else changes it",
+                    names=changed,
+                )
+        if self._snapshot is None:
+            self._snapshot = snapshot
+            self.source = SourceOfUpdate(snapshot, None, self._check_finite)
+        return CommandResult(extra_nbytes=snapshot.nbytes)
+
+    def drop_snapshot(self) -> None:
+        """Free the copy of the source's tensors; the next update makes another one."""
+        if self._snapshot is not None:
+            self._snapshot.drop()
+            self.source.refresh()
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
@@ -405,7 +430,7 @@ class RankWorker:
         if self.fault is not None:
             raise self.fault
         if self.stop.is_set():
-            raise TransferError("the update was cancelled by its caller")
+            raise TransferCancelled("the update was cancelled by its caller")
         if self._in_update:
             for name in self.reading:
                 self.engines[name].check()

@@ -35,14 +35,11 @@ Targets = Target | Iterable[Target]
 class UrlTransports(Protocol):
     """Makes the transports for a URL: one per worker of the server there."""
 
-    def transports(self, target: str) -> Sequence[Transport]: ...
+    def transports(self, target: str, *, wait_s: float = 0.0) -> Sequence[Transport]: ...
 
 
 class TransportFactory:
-    """Makes the transports of one sender. Its SGLang servers share one directory of weights.
-
-    A server that does not answer yet is waited for, for `wait_s`.
-    """
+    """Makes the transports of one sender. Its SGLang servers share one directory of weights."""
 
     def __init__(
         self,
@@ -50,17 +47,17 @@ class TransportFactory:
         *,
         verify_tls: bool | str = True,
         timeout_s: float = 30.0,
-        wait_s: float = 0.0,
     ) -> None:
         self._token = token
         self._timeout_s = timeout_s
-        self._wait_s = wait_s
         self._verify_tls = verify_tls
         self._addresses: UrlTransports | None = None
         self._lock = threading.Lock()
 
-    def every(self, to: Targets) -> list[Transport]:
+    def every(self, to: Targets, *, wait_s: float = 0.0) -> list[Transport]:
         """Return a transport per receiver. Servers are probed at the same time.
+
+        A server that does not answer yet is waited for, for `wait_s`.
 
         Raises ConfigError for a target of an unknown kind, TransportTimeout for a server that does
         not answer. After an error no transport stays open.
@@ -77,7 +74,7 @@ class TransportFactory:
         futures: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
         threads: CallThreads[Sequence[Transport]] = CallThreads()
         for target, future in zip(targets, futures, strict=True):
-            threads.submit(partial(self._transports, target), future)
+            threads.submit(partial(self._transports, target, wait_s), future)
         threads.close()
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -100,7 +97,7 @@ class TransportFactory:
             )
         return transports[0]
 
-    def _transports(self, target: object) -> Sequence[Transport]:
+    def _transports(self, target: object, wait_s: float = 0.0) -> Sequence[Transport]:
         """Return the transports for a target: several for a vLLM server of several workers."""
         if not isinstance(target, str):
             return [_transport(target)]
@@ -111,10 +108,9 @@ class TransportFactory:
                     self._token,
                     verify_tls=self._verify_tls,
                     timeout_s=self._timeout_s,
-                    wait_s=self._wait_s,
                 )
                 self._addresses = made
-        return self._addresses.transports(target)
+        return self._addresses.transports(target, wait_s=wait_s)
 
 
 def _transport(target: object) -> Transport:

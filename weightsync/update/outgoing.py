@@ -16,6 +16,7 @@ from weightsync.errors import (
     ConfigError,
     ProtocolError,
     RemoteError,
+    TransferCancelled,
     TransferError,
     TransferTimeout,
     TransportError,
@@ -424,7 +425,7 @@ class UpdateTransaction:
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Raise when the update was cancelled, a receiver failed, or it has not read all bytes."""
         if self._group.worker.stop.is_set():
-            raise TransferError("the update was cancelled by its caller")
+            raise TransferCancelled("the update was cancelled by its caller")
         self._fleet.assume_alive()
         self._fleet.look()
         for member, future in begun.items():

@@ -10,7 +10,15 @@ import torch
 CheckFinite = Literal["off", "warn", "raise"]
 
 _SUMMED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_WIDENED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_WIDENED = frozenset(
+    {
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    }
+)
 """Dtypes with NaN that torch cannot add."""
 
 
@@ -38,11 +46,11 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.sum().float()
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj()).sum().float()
-    return tensor.to(torch.bfloat16).sum().float() if tensor.dtype in _WIDENED else None
+    return tensor.float().sum() if tensor.dtype in _WIDENED else None
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    wide = tensor.to(torch.bfloat16) if tensor.dtype in _WIDENED else tensor
+    wide = tensor.float() if tensor.dtype in _WIDENED else tensor
     return bool(wide.isfinite().all())
 
 

@@ -345,11 +345,14 @@ class IterableSource:
         self._dtype = as_dtype("dtype", dtype)
         self.changed: list[str] = []
         given = factory()
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
-            self._aliases = find_ties(checked_pairs(given.items()))
-        aliases = {self._rename(a): self._rename(name) for a, name in self._aliases.items()}
-        self._manifest = Manifest(self._describe(self._pairs(given)), aliases)
+            given = list(checked_pairs(given.items()))
+            self._aliases = find_ties(given)
+            given = [(name, tensor) for name, tensor in given if name not in self._aliases]
+        tied = self._aliases or {}
+        aliases = {self._rename(a): self._rename(name) for a, name in tied.items()}
+        self._manifest = Manifest(self._describe(given), aliases)
 
     @property
     def manifest(self) -> Manifest:
@@ -389,9 +392,18 @@ class IterableSource:
         return None
 
     def _pairs(self, given: NamedTensors | Mapping[str, torch.Tensor]) -> NamedTensors:
-        if isinstance(given, Mapping):
-            return ((n, t) for n, t in given.items() if n not in self._aliases)
-        return given
+        if not isinstance(given, Mapping):
+            return given
+        pairs = list(given.items())  # all of them alive, or memory that is used again looks tied
+        aliases = find_ties(pairs)
+        if self._aliases is not None and aliases != self._aliases:
+            changed = sorted(aliases.items() ^ self._aliases.items())
+            names = list(dict.fromkeys(alias for alias, _ in changed))
+            raise ManifestMismatchError(
+                f"other tensors are tied than at connect(): {shorten(names)}; connect again",
+                mismatched=names,
+            )
+        return [(name, tensor) for name, tensor in pairs if name not in aliases]
 
     def _describe(self, pairs: NamedTensors) -> tuple[TensorSpec, ...]:
         specs = []
@@ -561,7 +573,7 @@ class Snapshot:
     """WeightSource of a copy of another source's tensors, in memory that stays.
 
     The copy has the dtypes that are sent, and lies on the device of the tensors: the memory of a
-    whole model, beside the model. `take` fills it again.
+    whole model, beside the model. `take` fills it again, `drop` frees it.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -596,9 +608,15 @@ class Snapshot:
                     self._copies.append(self._place(self.manifest.specs[i], tensor))
                 with torch.no_grad():
                     self._copies[i].copy_(tensor.detach())
-        if self._copies and self._copies[0].is_cuda:  # another thread reads them, on its own stream
-            torch.cuda.current_stream(self._copies[0].device).synchronize()
+        # Another thread reads them, on streams of its own.
+        for device in {tensor.device for tensor in self._copies if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         self._is_whole = True
+
+    def drop(self) -> None:
+        """Free the copy."""
+        self._is_whole = False
+        self._copies = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the copies."""
@@ -606,9 +624,9 @@ class Snapshot:
             yield spec.name, tensor
 
     def stable_tensors(self) -> list[torch.Tensor]:
-        """Return the copies. Raises TransferError after a `take` that failed."""
+        """Return the copies. Raises TransferError without a whole copy."""
         if not self._is_whole:
-            raise TransferError("the last copy of the weights failed; send again")
+            raise TransferError("there is no whole copy of the weights; send again")
         return self._copies
 
     def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
