@@ -234,7 +234,7 @@ def test_a_cancelled_rank_takes_the_others_along(ranks: Crew, host: Host, cancel
     for rank, (outcome, was_cancelled) in enumerate(outcomes):
         assert was_cancelled is (rank == canceller)
         if rank != canceller:
-            assert outcome.kind == "TransferError"
+            assert outcome.kind == "TransferCancelled"
             assert "cancelled by its caller" in outcome.text
     to[0].hinder()
     sent = ranks.run(work.step_and_send)

@@ -19,7 +19,9 @@ def main(ready, *more):
 {module}.main = main
 said = []
 options.run_process(
-    lambda payload: said.append((payload, gc.get_freeze_count())), "weightsync.serve.{module}", None
+    lambda payload: said.append((payload, gc.get_freeze_count())),
+    "weightsync.serve.{module}",
+    options.ServeOptions(model="tiny"),
 )
 ((payload, frozen),) = said
 assert payload == b"card"
