@@ -68,7 +68,7 @@ test-gpu: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu $(ARGS)
 
 # The companions of torch need CUDA, so vLLM's requirements are listed without them.
-$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py Makefile
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(VLLM)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,17 +92,22 @@ def test_an_update_meanwhile_leaves_both_versions(
     served: Served, folder: Path, trainer: Any, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path, tied=True)
-    trainer.max_completion_length = 200
     with (
         ws.connect(model, to=f"vllm+{served.url}") as sender,
         ServedRollouts(f"vllm+{served.url}") as rollouts,
     ):
         version = sender.send_weights().version
-        rollouts(PROMPTS[:1], trainer)
-        send = threading.Timer(0.2, sender.send_weights)
-        send.start()
+        client: Any = rollouts._client
+        ask = client._ask
+
+        def ask_and_update(path: str, *args: Any) -> Any:
+            answer = ask(path, *args)
+            if path == "v1/completions":
+                sender.send_weights()
+            return answer
+
+        client._ask = ask_and_update
         found = rollouts(PROMPTS * 8, trainer)
-        send.join()
     assert found["weight_versions"] == [[version, version + 1]] * 16
     assert rollouts.made_by[None] == sum(map(len, found["completion_ids"]))
 
