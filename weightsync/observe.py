@@ -288,7 +288,7 @@ _LAST_CALL_S = 1.0
 
 
 class _Update:
-    """What is known of the update that is sent, or that comes next."""
+    """State of the update that is being sent, or of the next one."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()

@@ -61,21 +61,28 @@ def trainer(folder: Path) -> Any:
     )
 
 
-def test_logprobs_are_those_of_the_weights_that_were_sent(
-    served: Served, folder: Path, trainer: Any, tmp_path: Path
-) -> None:
+@pytest.fixture
+def connected(
+    served: Served, tmp_path: Path
+) -> Iterator[tuple[Any, ws.WeightSender, ServedRollouts]]:
+    """A model of the trainer, its sender, and rollouts of the server that it updates."""
     model = make_model(tmp_path, tied=True)
     with (
         ws.connect(model, to=f"vllm+{served.url}") as sender,
         ServedRollouts(f"vllm+{served.url}") as rollouts,
     ):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
-        version = sender.send_weights().version
-        found = rollouts([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, trainer)
-        trainer.temperature = 0.5
-        assert rollouts([PROMPTS[0]], trainer)["logprobs"] is None
+        yield model, sender, rollouts
+
+
+def test_logprobs_are_those_of_the_weights_that_were_sent(connected: Any, trainer: Any) -> None:
+    model, sender, rollouts = connected
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    version = sender.send_weights().version
+    found = rollouts([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, trainer)
+    trainer.temperature = 0.5
+    assert rollouts([PROMPTS[0]], trainer)["logprobs"] is None
     assert found["weight_versions"] == [[version]] * 6
     assert found["prompt_version"] == [version] * 6
     assert set(rollouts.made_by) == {version}
@@ -88,26 +95,20 @@ def test_logprobs_are_those_of_the_weights_that_were_sent(
         assert own.tolist() == pytest.approx(scored, abs=1e-4)
 
 
-def test_an_update_meanwhile_leaves_both_versions(
-    served: Served, folder: Path, trainer: Any, tmp_path: Path
-) -> None:
-    model = make_model(tmp_path, tied=True)
-    with (
-        ws.connect(model, to=f"vllm+{served.url}") as sender,
-        ServedRollouts(f"vllm+{served.url}") as rollouts,
-    ):
-        version = sender.send_weights().version
-        client: Any = rollouts._client
-        ask = client._ask
+def test_an_update_meanwhile_leaves_both_versions(connected: Any, trainer: Any) -> None:
+    _, sender, rollouts = connected
+    version = sender.send_weights().version
+    client: Any = rollouts._client
+    ask = client._ask
 
-        def ask_and_update(path: str, *args: Any) -> Any:
-            answer = ask(path, *args)
-            if path == "v1/completions":
-                sender.send_weights()
-            return answer
+    def ask_and_update(path: str, *args: Any) -> Any:
+        answer = ask(path, *args)
+        if path == "v1/completions":
+            sender.send_weights()
+        return answer
 
-        client._ask = ask_and_update
-        found = rollouts(PROMPTS * 8, trainer)
+    client._ask = ask_and_update
+    found = rollouts(PROMPTS * 8, trainer)
     assert found["weight_versions"] == [[version, version + 1]] * 16
     assert rollouts.made_by[None] == sum(map(len, found["completion_ids"]))
 

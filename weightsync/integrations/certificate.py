@@ -57,7 +57,7 @@ _END_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a server holds and computes: fingerprints by name, and greedy tokens of each prompt."""
+    """Fingerprints of a server's tensors by name, and its greedy tokens after each prompt."""
 
     version: int
     checksums: dict[str, str]

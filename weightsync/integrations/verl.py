@@ -229,7 +229,7 @@ def label_of(global_steps: int | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """What a source says of one tensor; `shape` is that of the full tensor."""
+    """Name, dtype and shape of one tensor of a source; `shape` is that of the full tensor."""
 
     name: str
     dtype: torch.dtype

@@ -47,7 +47,7 @@ def register_trainer() -> None:
             WeightTransferTrainerFactory,
         )
     except ImportError as exc:
-        raise MissingExtraError(
+        raise BackendUnavailableError(
             f"vLLM {_version()} has no trainer engines, and 0.32 has; weightsync.connect() works "
             "with older ones"
         ) from exc

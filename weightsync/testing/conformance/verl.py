@@ -60,7 +60,7 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in a step: the weights, and on whom an error or a death is planted, and where.
+    """One step of the contract: its weights, and the process and place of a planted fault.
 
     `rank` is that of a trainer, `worker` the number of a rollout worker; `at` a tensor's name, or
     "connected" or "sent". `act` is `raise`, `stop` (the consumer asks for no more) or `die`.
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass
 class Answer:
-    """What a process said of a call; neither a result nor an error: it still waits, or is dead."""
+    """Outcome of a call in a process: a result, an error, a call that still waits, or a death."""
 
     result: Any = None
     error: str = ""
@@ -86,7 +86,7 @@ class Answer:
 
     @property
     def failure(self) -> str:
-        """What went wrong; empty where there is a result."""
+        """Description of the failure; empty where there is a result."""
         return "died" if self.died else "still waits" if self.waits else self.error
 
 

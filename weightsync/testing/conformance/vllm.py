@@ -83,7 +83,7 @@ def refusing() -> Iterator[None]:
 
 
 class VllmContract(Contract):
-    """What both contracts share. A subclass says how a trainer of its engine is made.
+    """Base of both contracts. A subclass implements `init_info` for a trainer of its engine.
 
     - `arguments` and `environment` are further ones of `vllm serve`.
     - `probe` is its worker extension, by name; a subclass of Probe may be of your own.

@@ -1,4 +1,4 @@
-"""What a contract of vLLM looks at inside a worker, by `vllm serve --worker-extension-cls`."""
+"""Methods that the contracts of vLLM call in a worker, by `vllm serve --worker-extension-cls`."""
 
 from __future__ import annotations
 
