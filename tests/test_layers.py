@@ -38,7 +38,7 @@ def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str
 LAYERS = (
     layer("errors", "specs", "report", "tracebacks", mutual=True, stdlib_only=True),
     layer("wire", ban="torch"),
-    layer("optimizer_steps", "processes", "profiling", "tensors"),
+    layer("interpreter_exit", "optimizer_steps", "processes", "profiling", "tensors"),
     layer("shm", "arguments"),
     layer("cuda"),
     layer("queues", "weights"),

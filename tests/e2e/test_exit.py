@@ -1,6 +1,6 @@
 """Interpreter exit waits for no peer, and tells those that live that the sender leaves.
 
-On the path gloo it aborts no process whose threads are inside torch.
+It aborts no process whose threads are inside torch.
 """
 
 from __future__ import annotations
@@ -76,6 +76,26 @@ while not any(thread.name == "weightsync-chain" for thread in threading.enumerat
 if stops:
     os.kill(pid, signal.SIGSTOP)
 print("leaves", sending.is_alive(), flush=True)
+"""
+AGAIN = """
+import contextlib, sys, threading, time
+import torch
+import weightsync as ws
+
+model = {"w": torch.zeros(1 << 20), "half": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+sender = ws.connect(model, to=sys.argv[1], dtype="float32")
+sent = threading.Event()
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        while True:
+            sender.send_weights()
+            sent.set()
+
+threading.Thread(target=send, daemon=True).start()
+assert sent.wait(60)
+time.sleep(float(sys.argv[2]))
+print("leaves", flush=True)
 """
 RECEIVER = """
 from multiprocessing.connection import Listener
@@ -219,6 +239,21 @@ def test_an_update_at_work_on_the_distributed_path(stops: bool) -> None:
         assert took_s < EXIT_S
         with ws.connect(models.make("plain", seed=3), to=receiver.url) as successor:
             successor.send_weights()
+
+
+def test_a_thread_that_sends_again_and_again() -> None:
+    """A thread that was inside torch when the interpreter exits aborted the process."""
+    with processes.host() as host:
+        receiver = host.receiver("http", sink="hook", apply="in_place")
+        for moment in range(4):
+            done = subprocess.run(
+                [sys.executable, "-c", AGAIN, receiver.url, str(0.01 * moment)],
+                timeout=processes.WAIT_S,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
 
 
 def test_a_receiver_at_work_whose_sender_is_stopped() -> None:

@@ -31,6 +31,7 @@ from weightsync.errors import (
     VerificationError,
     shorten,
 )
+from weightsync.interpreter_exit import end_at_exit
 from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
@@ -108,6 +109,9 @@ class RankWorker:
         self._passes: list[str] = []
         self._in_update = False
         self._moves_model = True
+        self._at_work = threading.RLock()
+        self._exits = False
+        end_at_exit(self)
 
     def rank_info(self) -> RankInfo:
         """Return the facts about this rank."""
@@ -127,9 +131,13 @@ class RankWorker:
     def do(  # noqa: PLR0911  # one for each command
         self, command: AnyCommand, check: Callable[[], None]
     ) -> CommandResult:
-        """Execute one command, and return its result. `check` raises when a transfer must stop."""
-        self._check = check
-        with scope(f"weightsync {type(command).__name__.lower()}"):
+        """Execute one command, and return its result. `check` raises when a transfer must stop.
+
+        Raises TransferCancelled in other threads than the main one once the interpreter exits.
+        """
+        with self._at_work, scope(f"weightsync {type(command).__name__.lower()}"):
+            self._check = check
+            self._raise_at_exit()
             match command:
                 case Open():
                     return self._open(command)
@@ -192,6 +200,12 @@ class RankWorker:
             for handshake in handshakes.values():
                 last.callback(handshake.close)
             self.source.end_watch()
+
+    def end(self, timeout_s: float) -> None:
+        """Have another thread leave its command; wait at most `timeout_s` for it. Idempotent."""
+        self._exits = True
+        if self._at_work.acquire(timeout=timeout_s):
+            self._at_work.release()
 
     def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
@@ -425,8 +439,13 @@ class RankWorker:
         else:
             self._collective.check()
 
+    def _raise_at_exit(self) -> None:
+        if self._exits and threading.current_thread() is not threading.main_thread():
+            raise TransferCancelled("the interpreter exits")
+
     def _check_own(self) -> None:
         self._check()
+        self._raise_at_exit()
         if self.fault is not None:
             raise self.fault
         if self.stop.is_set():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import ipaddress
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -490,55 +488,3 @@ def _reason(text: str) -> str:
     line = text.partition("\n")[0]
     line = line.partition("] ")[2] if line.startswith("[") else line
     return line.partition(". This is typically")[0][:300] or "the connection broke"
-
-
-_END_S = 2.0
-"""Seconds for all members together. A stopped peer may block a thread for longer than that."""
-
-
-class EndsAtExit(Protocol):
-    """A member of a private group, with threads of its own."""
-
-    def end(self, timeout_s: float) -> None:
-        """Leave the group, and wait at most `timeout_s` for the threads to end."""
-
-
-_members: WeakSet[EndsAtExit] = WeakSet()
-_lock = threading.Lock()
-
-
-def end_at_exit(member: EndsAtExit) -> None:
-    """Register `member.end` to be called at interpreter exit, if the member still exists.
-
-    It is not called in forked children, which have none of its threads.
-    """
-    with _lock:
-        _members.add(member)
-
-
-def _end_all() -> None:
-    """End all members, even when one of them raises or Ctrl-C is pressed."""
-    deadline = time.monotonic() + _END_S
-    with _lock:
-        members = list(_members)
-    with ExitStack() as ends:
-        for waiting, member in enumerate(members, 1):  # the last of them is ended first
-            ends.callback(_end, member, deadline, waiting)
-
-
-def _end(member: EndsAtExit, deadline: float, waiting: int) -> None:
-    """End one member; each of the `waiting` members has an equal share of the remaining time."""
-    member.end(max(0.0, deadline - time.monotonic()) / waiting)
-
-
-def _forget_in_child() -> None:
-    _members.clear()
-    _lock.release()
-
-
-atexit.register(_end_all)
-os.register_at_fork(
-    before=_lock.acquire,
-    after_in_parent=_lock.release,
-    after_in_child=_forget_in_child,
-)

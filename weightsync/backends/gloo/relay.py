@@ -18,11 +18,11 @@ from weightsync.backends.gloo.group import (
     PrivateGroup,
     Work,
     data_lane,
-    end_at_exit,
 )
 from weightsync.backends.gloo.header import ChunkHeader, HeaderBuffer, HeaderStatus, patience_s
 from weightsync.backends.gloo.payload import GroupInfo
 from weightsync.errors import ProtocolError, TransferError, TransferTimeout, WeightSyncError
+from weightsync.interpreter_exit import end_at_exit
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.layout import units_per_chunk

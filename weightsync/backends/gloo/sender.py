@@ -17,7 +17,6 @@ from weightsync.backends.gloo.group import (
     PrivateGroup,
     Work,
     data_lane,
-    end_at_exit,
 )
 from weightsync.backends.gloo.header import (
     FIRST,
@@ -35,6 +34,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
+from weightsync.interpreter_exit import end_at_exit
 from weightsync.shm.ring import RingReader
 from weightsync.weights.layout import units_per_chunk
 
