@@ -244,6 +244,7 @@ class WeightReceiver:
             last_reply=self.last_reply,
             recent=self.recent_updates,
             open_update=self.open_update,
+            fleet=self._session.table.fleet,
         )
 
     def shared_memory_usage(self) -> list[SharedMemoryUsage]:

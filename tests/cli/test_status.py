@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,10 @@ def test_who_cannot_be_reached_does_not_hide_the_others(url: str, down: str) -> 
     assert result.exit_code == 3
     assert f"{down}\n  unreachable: " in result.stdout
     assert f"{url}\n  state     READY" in result.stdout
-    first, second = answer_of(weightsync("status", down, url, "--json"), 3)["servers"]
+    assert "\n2 servers, not in step: no status: 1, version " in result.stdout
+    answer = answer_of(weightsync("status", down, url, "--json"), 3)
+    first, second = answer["servers"]
+    assert answer["in_step"] is False
     assert (first["reachable"], first["error"]["type"]) == (False, "ConnectError")
     assert (second["reachable"], second["url"]) == (True, url)
 
@@ -174,6 +177,25 @@ def test_a_path_and_a_code_for_many() -> None:
     both = merge_statuses({"0": held(a="shared_memory"), "1": held(a="gloo", b="x")})
     assert both.senders == {"a": "gloo, shared_memory", "b": "x"}
     assert [overall(codes) for codes in ([0, 0], [0, 1], [1, 3, 4], [0, 4])] == [0, 1, 3, 4]
+
+
+def test_servers_of_one_fleet_are_in_step_and_others_are_not() -> None:
+    with ExitStack() as stack:
+        receivers = [ws.WeightReceiver(nn.Linear(4, 4)) for _ in range(2)]
+        urls = []
+        for receiver in receivers:
+            stack.callback(receiver.close)
+            urls.append(stack.enter_context(serving(make_app(receiver, None))))
+        with ws.connect(nn.Linear(4, 4), to=urls) as sender:
+            sender.send_weights()
+        said = weightsync("status", *urls).stdout.splitlines()[-1]
+        assert said == "2 servers, all in step: version 1"
+        assert answer_of(weightsync("status", *urls, "--json"))["in_step"] is True
+        assert "in_step" not in answer_of(weightsync("status", urls[0], "--json"))
+        with ws.connect(nn.Linear(4, 4), to=urls[0]) as sender:
+            sender.send_weights(version=1, rewind=True)
+        said = weightsync("status", *urls).stdout.splitlines()[-1]
+        assert said == "2 servers, not in step: version 1: 1, version 1: 1"
 
 
 def test_a_server_of_several_workers_has_a_line_for_each() -> None:

@@ -44,6 +44,7 @@ from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
 from weightsync.update.history import WorkerReport
 from weightsync.wire.messages import (
+    FleetServer,
     OpenUpdate,
     Reply,
     Request,
@@ -51,6 +52,7 @@ from weightsync.wire.messages import (
     Status,
     UpdateRecord,
 )
+from weightsync.wire.offers import Owner
 
 WAIT_S = 60
 WAIT_MS = WAIT_S * 1000
@@ -137,15 +139,28 @@ def test_text_is_escaped_and_isolated_wherever_it_enters() -> None:
     assert strange not in page
 
 
-@pytest.mark.parametrize("where", ["label", "update_id", "detail", "sender", "error", "why_not"])
+@pytest.mark.parametrize(
+    "where", ["label", "update_id", "detail", "sender", "error", "why_not", "fleet", "owner"]
+)
 def test_no_text_of_others_becomes_markup(where: str) -> None:
     label, detail, sender = (
         HOSTILE if where == name else "x" for name in ("label", "detail", "sender")
     )
     update = HOSTILE if where == "update_id" else "u"
     usage = [SharedMemoryUsage(kind="ring", name=sender, nbytes=5, owner=False, age_s=1.0)]
+    server, owner = (HOSTILE if where == name else "x" for name in ("fleet", "owner"))
     one = report(
-        status(state="TORN", label=label, detail=detail, shared_memory=usage),
+        status(
+            state="TORN",
+            label=label,
+            detail=detail,
+            shared_memory=usage,
+            owner=Owner(id="o", name=owner),
+        ),
+        fleet=[
+            FleetServer(target=server, path=server, error=server),
+            FleetServer(target=f"http://{server}"),
+        ],
         recent=[record(3, label=label, update_id=update)],
         open_update=OpenUpdate(update_id=update, version=4, since=NOW, label=label),
     )
@@ -224,6 +239,34 @@ def test_an_update_is_one_point_however_many_workers_had_it() -> None:
     assert (merged.duration_s, merged.stall_s, merged.at) == (0.5, 0.003, NOW)
     assert merged.bytes_per_s == 1e9
     assert len(merge_updates(record(n) for n in range(SHOWN_UPDATES + 9))) == SHOWN_UPDATES
+
+
+def test_the_fleet_is_what_the_sender_keeps_in_step() -> None:
+    fleet = [
+        FleetServer(target="http://a:8000", workers=2, path="shared_memory", load_s=0.25),
+        FleetServer(target="actor b", path="gloo", error="does not answer"),
+    ]
+    old = report(status(6), recent=[record(6)], fleet=[FleetServer(target="former")])
+    held = status(7, owner=Owner(id="o", name="trainer on h"))
+    fragment = render_fragment(snapshot(old, report(held, recent=[record(7)], fleet=fleet)))
+    said = section(fragment, "fleet")
+    assert said.startswith("Fleet of trainer on h Fleet of trainer on h Server Path")
+    assert "http://a:8000 shared_memory 7 250 ms 2" in said
+    assert "actor b gloo left out 1 does not answer" in said
+    assert '<a href="http://a:8000" rel="noreferrer">' in fragment
+    assert "former" not in fragment
+
+
+def test_a_sender_that_has_left_keeps_nothing_in_step() -> None:
+    held = status(7, owner=Owner(id="o", name="trainer", alive=False))
+    alone = report(held, recent=[record(7)], fleet=[FleetServer(target="a")])
+    assert "trainer, which has left" in section(render_fragment(snapshot(alone)), "fleet")
+
+
+def test_one_server_alone_is_no_fleet() -> None:
+    said = section(render_fragment(snapshot(report(recent=[record(3)]))), "fleet")
+    assert said.endswith("The last update went to this server alone.")
+    assert section(render_fragment(snapshot(report())), "fleet").endswith("No update yet.")
 
 
 def test_the_chart_draws_every_update_to_scale() -> None:

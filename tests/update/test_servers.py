@@ -233,9 +233,30 @@ def test_a_server_is_dropped_as_a_whole_and_keeps_its_old_version(serve: Serve) 
         assert sender.targets == good.targets == [r.target for r in report.receivers]
         assert good.held == [("READY", 2, 2)] * 2
         assert bad.held == [("READY", 1, 1)] * 2
+        for receiver in good.receivers:
+            stays, left = receiver.report().fleet
+            assert (stays.target, stays.workers, stays.path) == (good.url, 2, "shared_memory")
+            assert stays.load_s > 0
+            assert not stays.error
+            assert (left.target, left.workers) == (bad.url, 2)
+            assert "its server lost" in left.error or "broken" in left.error
         bad.before[1] = lambda _: None
         sender.add(bad.url)
         assert bad.held == [("READY", 2, 2)] * 2
+
+
+def test_a_server_learns_of_its_fleet_with_each_update(serve: Serve) -> None:
+    model, one, other = make(1), serve(1), serve(1)
+    with connected(model, one.url) as sender:
+        sender.send_weights()
+        assert one.receivers[0].report().fleet == []
+        sender.add(other.url)
+        sender.send_weights()
+        targets = [server.target for server in one.receivers[0].report().fleet]
+        assert targets == [one.url, other.url]
+        sender.remove(other.url)
+        sender.send_weights()
+        assert one.receivers[0].report().fleet == []
 
 
 def test_a_server_that_fails_in_its_finish_is_dropped_as_a_whole(serve: Serve) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -101,6 +102,8 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
         segments = _host_segments() if host else []
     if json_:
         answer: dict[str, object] = {"servers": [one.to_dict() for one in found]}
+        if len(found) > 1:
+            answer["in_step"] = len(weights_of(found)) == 1
         print_json(answer | ({"host": [asdict(one) for one in segments]} if host else {}))
     else:
         console.print(_show(found))
@@ -320,7 +323,28 @@ def parse_metrics(text: str) -> LastUpdates:
 
 
 def _show(found: Sequence[ServerStatus]) -> Group:
-    return Group(*(line for one in found for line in _lines(one)))
+    lines = [line for one in found for line in _lines(one)]
+    return Group(*lines, *([_compared(found)] if len(found) > 1 else []))
+
+
+def weights_of(found: Sequence[ServerStatus]) -> Counter[tuple[str, str | None]]:
+    """Count the servers by the weights that they hold: a version, and the id of its weights."""
+    return Counter(
+        ("no status", None)
+        if one.status is None
+        else (f"version {one.status.version}", one.status.weights_id)
+        for one in found
+    )
+
+
+def _compared(found: Sequence[ServerStatus]) -> Text:
+    """Return the line that says whether all servers got the same weights, from one sender."""
+    counted = weights_of(found)
+    if len(counted) == 1:
+        ((held, _),) = counted
+        return Text(f"{len(found)} servers, all in step: {held}", style="bold")
+    listed = ", ".join(f"{held}: {count}" for (held, _), count in counted.most_common())
+    return Text(f"{len(found)} servers, not in step: {listed}", style="bold red")
 
 
 def _lines(found: ServerStatus) -> Iterator[Text]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from weightsync.errors import StaleVersionError, TransportTimeout, UpdateConflictError
-from weightsync.wire.messages import OpenUpdate, Status, StepReply, UpdateRecord
+from weightsync.wire.messages import FleetServer, OpenUpdate, Status, StepReply, UpdateRecord
 from weightsync.wire.problem import Problem, from_problem, to_problem
 
 KEPT_UPDATES = 64
@@ -28,13 +28,17 @@ _REFUSALS = (UpdateConflictError, StaleVersionError)
 
 
 class WorkerReport(Struct, frozen=True, kw_only=True):
-    """A snapshot of a receiver's status and history; `recent` has the oldest update first."""
+    """A snapshot of a receiver's status and history; `recent` has the oldest update first.
+
+    `fleet` has the servers that committed the last update together, none where it was one alone.
+    """
 
     status: Status
     updates_total: dict[str, int]
     last_reply: StepReply | None = None
     recent: list[UpdateRecord] = []
     open_update: OpenUpdate | None = None
+    fleet: list[FleetServer] = []
 
 
 @dataclass(slots=True)
@@ -78,6 +82,7 @@ class UpdateTable:
         self._recent: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
         self.totals: Counter[str] = Counter()
         self.last_reply: StepReply | None = None
+        self.fleet: list[FleetServer] = []
 
     def once(
         self, update_id: str, step: Hashable, call: Callable[[], StepReply], *, timeout_s: float
@@ -153,9 +158,12 @@ class UpdateTable:
                 update_id=update_id,
             )
 
-    def committed(self, reply: StepReply, label: str | None, duration_s: float) -> None:
-        """Record the commit of an update with its `reply`."""
+    def committed(
+        self, reply: StepReply, label: str | None, duration_s: float, fleet: list[FleetServer]
+    ) -> None:
+        """Record the commit of an update with its `reply`, by all servers of a fleet."""
         with self._changed:
+            self.fleet = fleet
             self.totals["committed"] += 1
             self.last_reply = reply
             self._recent.append(

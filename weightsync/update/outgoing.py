@@ -38,8 +38,10 @@ from weightsync.update.fleet import (
 from weightsync.update.paths import PathSelector
 from weightsync.weights.source import NamedTensors
 from weightsync.wire.messages import (
+    MAX_FLEET,
     AbortRequest,
     FinishRequest,
+    FleetServer,
     PrepareRequest,
     RegisteredUpdate,
     Request,
@@ -92,6 +94,7 @@ class UpdateTransaction:
         self._whole = False
         self._aborted = False
         self._torn: list[str] = []
+        self._servers: list[FleetServer] = []
         self._first_failed: Member | None = None
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
@@ -157,6 +160,7 @@ class UpdateTransaction:
             )
         self._drop_servers()
         self.finishing = True
+        self._servers = self._fleet_servers()
         self._abort([member for member in self._members if member in self.failed], "it failed here")
         staying = self._staying
         for member in staying:
@@ -370,7 +374,32 @@ class UpdateTransaction:
 
     def _finish_request(self, member: Member) -> FinishRequest:
         digests = self._results[member.rank].digests if self._whole and self._results else {}
-        return FinishRequest(update_id=self.update_id, table_digest=digests.get(member.backend))
+        return FinishRequest(
+            update_id=self.update_id,
+            table_digest=digests.get(member.backend),
+            fleet=self._servers,
+        )
+
+    def _fleet_servers(self) -> list[FleetServer]:
+        """Return the servers of the fleet for their status pages; none where there is one alone."""
+        workers: dict[str, list[Member]] = {}
+        for member in self._members:
+            name = member.server.target if member.server is not None else member.target
+            workers.setdefault(name, []).append(member)
+        if len(workers) == 1:
+            return []
+        return [self._fleet_server(name, workers[name]) for name in list(workers)[:MAX_FLEET]]
+
+    def _fleet_server(self, name: str, workers: Sequence[Member]) -> FleetServer:
+        replies = [self.replies[member] for member in workers if member in self.replies]
+        errors = [str(self.failed[member]) for member in workers if member in self.failed]
+        return FleetServer(
+            target=_clipped(name),
+            workers=len(workers),
+            path=_clipped("+".join(sorted({member.shown_path for member in workers}))),
+            load_s=max((reply.seconds.get("load", 0.0) for reply in replies), default=0.0),
+            error=_clipped(errors[0]) if errors else "",
+        )
 
     def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
         """Abort after a failed transfer, and wait until no receiver reads any more.
@@ -449,6 +478,11 @@ class UpdateTransaction:
             else:
                 self.failed[answer.member] = answer.error
                 self.replies.pop(answer.member, None)
+
+
+def _clipped(text: str) -> str:
+    """Return text that a FleetServer can hold."""
+    return text.encode("utf-8", "replace").decode()[:256]
 
 
 def _readers_of_rank_0(

@@ -436,7 +436,7 @@ class ReceiverSession:
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
                 duration_s = time.perf_counter() - incoming.started
-                self.table.committed(reply, self.lifecycle.label, duration_s)
+                self.table.committed(reply, self.lifecycle.label, duration_s, request.fleet)
                 return reply
             finally:
                 if incoming is not None:  # else another update may hold the gate

@@ -52,6 +52,10 @@ class ShutdownRequest(Message, frozen=True, kw_only=True):
 # Updates
 
 
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""A duration; reports print it and write it as JSON, so it is no NaN and not infinite."""
+
+
 class StartTerms(Message, frozen=True, kw_only=True):
     """The terms of an update, as the sender wants them; see weightsync.update.lifecycle.Terms.
 
@@ -178,13 +182,35 @@ class PrepareRequest(Message, frozen=True, kw_only=True):
     update_id: UpdateId | None = None
 
 
+MAX_FLEET = 64
+"""Servers of a fleet that a message names; the page of a server shows no more."""
+
+
+class FleetServer(Message, frozen=True, kw_only=True):
+    """One server of the sender's fleet, as the sender knows it: for people, nothing depends on it.
+
+    `load_s` is the time in which the slowest of its `workers` has loaded the update; `error` is why
+    it is not part of it.
+    """
+
+    target: Annotated[str, Meta(max_length=256)]
+    workers: Annotated[int, Meta(ge=1)] = 1
+    path: Annotated[str, Meta(max_length=256)] = ""
+    load_s: Seconds = 0.0
+    error: Annotated[str, Meta(max_length=256)] = ""
+
+
 class FinishRequest(Message, frozen=True, kw_only=True):
-    """`finish_weight_update`: put the prepared weights to use."""
+    """`finish_weight_update`: put the prepared weights to use.
+
+    `fleet` has the servers that commit them together, where there are several.
+    """
 
     update_id: UpdateId | None = None
     table_digest: str | None = None
     clear_cache: bool = True
     weight_version: Annotated[str, Meta(max_length=256)] | None = None
+    fleet: Annotated[list[FleetServer], Meta(max_length=MAX_FLEET)] = []
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
@@ -268,9 +294,6 @@ CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
 
 # Replies
 
-
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-"""A duration; reports print it and write it as JSON, so it is no NaN and not infinite."""
 
 WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*$")]
 
