@@ -63,10 +63,10 @@ def test_what_is_clear_is_taken(settings: dict[str, Any]) -> None:
         ({"verify": "no"}, "verify is True or False, not 'no'"),
         ({"adopt": 1}, "adopt is True or False, not 1"),
         ({"on_failure": "x"}, "on_failure must be abort or drop, not 'x'"),
-        ({"to": make()}, "to= is a module, a Linear; give a receiver of it: "
+        ({"to": make()}, "to= is a module, Linear; give a receiver of it: "
          "WeightReceiver(module)"),
-        ({"to": 7}, "cannot send to a int; give a URL, a Ray actor, a WeightReceiver, a callable "
-         "that takes and returns dicts, or a Transport"),
+        ({"to": 7}, "cannot send to an object of int; give a URL, a Ray actor, a "
+         "WeightReceiver, a callable that takes and returns dicts, or a Transport"),
         ({"source": lambda: ["weight"]}, "a source yields (name, tensor) pairs, and this one "
          "yields a str: 'weight'"),
         ({"source": lambda: 7}, "tensors are a module, a state dict or (name, tensor) pairs, "

@@ -325,7 +325,7 @@ class TestRefusals:
         assert receiver.shared_memory_usage() == []
 
     def test_a_sink_that_is_none(self) -> None:
-        with pytest.raises(ConfigError, match="cannot load weights into a int"):
+        with pytest.raises(ConfigError, match="cannot load weights into an object of int"):
             WeightReceiver(3)  # type: ignore[arg-type]  # what a user might pass
         with pytest.raises(ConfigError, match="apply must be"):
             WeightReceiver(model(), apply="later")  # type: ignore[arg-type]

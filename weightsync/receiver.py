@@ -342,6 +342,6 @@ def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:
     if callable(sink):
         return HookSink(sink, manifest=manifest)
     raise ConfigError(
-        f"cannot load weights into a {type(sink).__name__}; give an nn.Module, a load_weights hook "
-        "or a WeightSink"
+        f"cannot load weights into an object of {type(sink).__name__}; give an nn.Module, a "
+        "load_weights hook or a WeightSink"
     )

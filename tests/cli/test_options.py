@@ -21,6 +21,8 @@ from weightsync.errors import ConfigError
         ("2gib", 2 * 1024**3),
         ("1T", 1024**4),
         ("0.1K", 102),
+        ("1e9", 10**9),
+        ("1.5E+3", 1500),
         ("123456789012345678.999999999999999999", 123_456_789_012_345_678),
     ],
 )
@@ -29,7 +31,8 @@ def test_a_size_is_in_powers_of_1024_unless_it_ends_in_a_plain_b(text: str, nbyt
 
 
 @pytest.mark.parametrize(
-    "text", ["", "M", "some", "1.M", ".5G", "-1", "+1", "1e9", "1 M", "1MM", "1Mi", "1B", "\u0663"]
+    "text",
+    ["", "M", "some", "1.M", ".5G", "-1", "+1", "1e-9", "e9", "1 M", "1MM", "1Mi", "1B", "\u0663"],
 )
 def test_anything_else_is_refused_with_the_forms(text: str) -> None:
     with pytest.raises(ConfigError) as raised:

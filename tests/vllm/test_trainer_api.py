@@ -147,7 +147,7 @@ def test_a_source_is_iterated_anew_and_its_error_is_raised(pair: tuple[Any, Any]
         ({"options": {"to": "http://x"}}, r"options has to; trainer_init\(\) has its own"),
         ({"options": {"backend": "typo"}}, "there is no backend 'typo'; known: auto, gloo, ipc"),
         ({"source": None}, r"trainer_init\(\) needs source="),
-        ({"source": 7}, "cannot send from a int"),
+        ({"source": 7}, "cannot send from an object of int"),
         ({"client": object()}, r"a object does not show its servers: .*InitInfo\(to="),
         ({"source": {"a": torch.zeros(2)}}, "tensors"),
     ],

@@ -193,7 +193,7 @@ class TestOtherSources:
 
     @pytest.mark.parametrize("bad", [3, "model", iter([("a", torch.zeros(1))])])
     def test_what_runs_dry_or_is_none_is_refused(self, bad: object) -> None:
-        with pytest.raises(ConfigError, match="cannot send from a"):
+        with pytest.raises(ConfigError, match="cannot send from an object of"):
             as_source(bad)
 
     def test_a_dtype_that_no_weight_comes_in(self) -> None:

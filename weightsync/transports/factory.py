@@ -124,12 +124,12 @@ def _transport(target: object) -> Transport:
         return CallbackTransport(handle, handle.__qualname__)
     if hasattr(target, "named_parameters"):
         raise ConfigError(
-            f"to= is a module, a {type(target).__name__}; give a receiver of it: "
+            f"to= is a module, {type(target).__name__}; give a receiver of it: "
             "WeightReceiver(module)"
         )
     if callable(target):
         return CallbackTransport(target, getattr(target, "__qualname__", "callback"))
     raise ConfigError(
-        f"cannot send to a {type(target).__name__}; give a URL, a Ray actor, a WeightReceiver, a "
-        "callable that takes and returns dicts, or a Transport"
+        f"cannot send to an object of {type(target).__name__}; give a URL, a Ray actor, a "
+        "WeightReceiver, a callable that takes and returns dicts, or a Transport"
     )

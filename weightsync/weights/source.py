@@ -721,6 +721,6 @@ def as_source(
     if callable(source):
         return IterableSource(source, dtype=dtype, rename=rename)
     raise ConfigError(
-        f"cannot send from a {type(source).__name__}; give an nn.Module, a state dict, a "
-        "WeightSource or a callable that returns fresh (name, tensor) pairs for every update"
+        f"cannot send from an object of {type(source).__name__}; give an nn.Module, a state dict, "
+        "a WeightSource or a callable that returns fresh (name, tensor) pairs for every update"
     )
