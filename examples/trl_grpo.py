@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
@@ -85,6 +86,7 @@ def train(model: str, url: str, steps: int) -> None:
             callbacks=[sync],
             rollout_func=rollouts,
         )
+        trainer.remove_callback(PrinterCallback)  # a kilobyte of figures for each step
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "reward" in entry]
         for entry in history:

@@ -13,7 +13,7 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
@@ -60,6 +60,7 @@ def main() -> None:
             callbacks=[sync],
             rollout_func=rollouts,
         )
+        trainer.remove_callback(PrinterCallback)  # a kilobyte of figures for each step
         trainer.train()
     for entry in trainer.state.log_history:
         if "reward" in entry:

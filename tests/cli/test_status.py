@@ -34,7 +34,7 @@ def test_a_server_shows_what_it_holds(url: str, checkpoint: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[:3] == [url, "  state     READY", f"  version   {pushed['version']} (best)"]
-    assert any(line.startswith("  updates   last: 0.4 MB, load ") for line in lines)
+    assert any(line.startswith("  last      0.4 MB, load ") for line in lines)
     assert lines[-1] == "  memory    empty: no sender is connected"
     (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
     assert (server["state"], server["version"]) == ("READY", pushed["version"])

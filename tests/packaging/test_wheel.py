@@ -6,6 +6,7 @@ import email
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email.message import Message
@@ -19,12 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel that `pip install .` would install."""
-    folder = tmp_path_factory.mktemp("dist")
+def build(kind: str, folder: Path) -> Path:
     done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -33,6 +31,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     )
     assert done.returncode == 0, done.stderr
     (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that `pip install .` would install."""
+    built = build("wheel", tmp_path_factory.mktemp("dist"))
     # No ABI and no platform: nothing is compiled, neither here nor where it is installed.
     assert built.name == f"weightsync-{weightsync.__version__}-py3-none-any.whl"
     return zipfile.ZipFile(built)
@@ -86,3 +91,11 @@ def test_the_core_needs_three_packages_and_each_extra_its_own(wheel: zipfile.Zip
 def test_the_version_is_the_same_everywhere(wheel: zipfile.ZipFile) -> None:
     assert metadata(wheel)["Version"] == PROJECT["version"] == weightsync.__version__
     assert metadata(wheel)["Requires-Python"] == PROJECT["requires-python"] == ">=3.11"
+
+
+def test_the_source_archive_has_all_that_its_makefile_needs(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"Makefile", "mkdocs.yml", "pyproject.toml", "README.md", "LICENSE", "docs/hooks.py"}
+    assert needed <= names
+    assert {"tests/conftest.py", "benchmarks/compare.py", "examples/trainer.py"} <= names

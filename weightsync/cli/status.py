@@ -363,8 +363,7 @@ def _lines(found: ServerStatus) -> Iterator[Text]:
         yield Text(f"  version   {held.version}{label}{prepared}")
         yield Text(f"  applies   {held.apply}, verifies {held.verification}")
         yield Text(f"  path      {paths_of(held)}; {', '.join(held.device_keys)}")
-        for line in _update_lines(found.updates):
-            yield Text(f"  updates   {line}")
+        yield from _update_lines(found.updates)
         yield Text(f"  memory    {_memory(held.shared_memory)}")
         for worker in found.workers:
             yield _worker_line(worker, below=found.url)
@@ -412,13 +411,14 @@ def _remarks(held: Status) -> str:
     return f": {joined}" if joined else ""
 
 
-def _update_lines(updates: LastUpdates) -> Iterator[str]:
+def _update_lines(updates: LastUpdates) -> Iterator[Text]:
     if updates.ended:
-        yield ", ".join(f"{count} {result}" for result, count in sorted(updates.ended.items()))
+        ended = ", ".join(f"{count} {result}" for result, count in sorted(updates.ended.items()))
+        yield Text(f"  updates   {ended}")
     if updates.nbytes is not None:
         phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in sorted(updates.seconds.items()))
         stall = f", stall {updates.stall_s * 1e3:.2f} ms" if updates.stall_s is not None else ""
-        yield f"last: {updates.nbytes / 1e6:.1f} MB, {phases}{stall}"
+        yield Text(f"  last      {updates.nbytes / 1e6:.1f} MB, {phases}{stall}")
 
 
 def _memory(usage: Sequence[SharedMemoryUsage]) -> str:
