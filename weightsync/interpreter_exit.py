@@ -10,10 +10,14 @@ import atexit
 import os
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
+from weightsync.errors import TransferCancelled
+
+_LOOK_S = 0.002
 _END_S = 2.0
 """Seconds for all members together. A stopped peer may block a thread for longer than that."""
 
@@ -36,6 +40,41 @@ def end_at_exit(member: EndsAtExit) -> None:
     """
     with _lock:
         _members.add(member)
+
+
+class TorchCalls:
+    """The calls of one object that use torch; at exit, those of daemon threads end.
+
+    Without a lock, which a forked child could find taken for ever.
+    """
+
+    def __init__(self) -> None:
+        self._inside: set[object] = set()
+        self._ends = False
+        end_at_exit(self)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run the block as a call. Raises as `check` does."""
+        call = object()
+        self._inside.add(call)  # before the check: `end` looks after it has set the flag
+        try:
+            self.check()
+            yield
+        finally:
+            self._inside.discard(call)
+
+    def check(self) -> None:
+        """Raise TransferCancelled after `end`, except in the main thread. For waits of calls."""
+        if self._ends and threading.current_thread() is not threading.main_thread():
+            raise TransferCancelled("the interpreter exits")
+
+    def end(self, timeout_s: float) -> None:
+        """Have calls end, and wait at most `timeout_s` for them. Called by none of them."""
+        self._ends = True
+        deadline = time.monotonic() + timeout_s
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
 def _end_all() -> None:

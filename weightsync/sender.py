@@ -67,6 +67,8 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
 _RANKS_SLACK_S = 60.0
+_EXIT_S = 1.0
+"""Seconds that a thread which sends has to leave torch, when close() is called at exit."""
 
 
 @concise
@@ -460,8 +462,11 @@ class WeightSender:
             return
         known = self._group.comm.broken
         try:
-            if exiting():
-                self._disconnect_alone()  # at exit nothing waits for ranks, which may be gone
+            if exiting():  # nothing waits for ranks and receivers, which may be gone
+                if self._in_flight is not None:
+                    self._in_flight.stop.set()
+                self._group.worker.calls.end(_EXIT_S)
+                self._disconnect_alone()
             else:
                 self._run("close", lambda leading: leading.membership.disconnect(leaves=True))
         except WeightSyncError:
@@ -470,7 +475,8 @@ class WeightSender:
                 raise
         finally:
             self._closed = True  # nothing more is sent
-            self._settle(stop=True)
+            if not exiting():
+                self._settle(stop=True)
             self._free()
 
     def _disconnect_alone(self) -> None:

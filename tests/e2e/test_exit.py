@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Client
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,77 @@ def send():
 threading.Thread(target=send, daemon=True).start()
 assert sent.wait(60)
 time.sleep(float(sys.argv[2]))
+print("leaves", flush=True)
+"""
+WITHIN = """
+import contextlib, sys, threading, time
+import torch
+import weightsync as ws
+
+model = {"w": torch.zeros(1 << 21), "half": torch.zeros(1 << 21, dtype=torch.bfloat16)}
+kept = {}
+
+def hook(pairs):
+    for name, tensor in pairs:
+        kept[name] = tensor.clone()
+
+sender = ws.connect(model, to=ws.WeightReceiver(hook, apply="in_place"), dtype="float32")
+sent = threading.Event()
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        while True:
+            sender.send_weights()
+            sent.set()
+
+threading.Thread(target=send, daemon=True).start()
+assert sent.wait(60)
+time.sleep(float(sys.argv[1]))
+print("leaves", flush=True)
+"""
+RANK = """
+import contextlib, sys, threading
+import torch
+import torch.distributed as dist
+import weightsync as ws
+
+rank, store, url = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+model = {"w": torch.zeros(1 << 20), "half": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+sender = ws.connect(model, to=url, dtype="float32")
+sent = threading.Event()
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        while True:
+            sender.send_weights()
+            sent.set()
+
+threading.Thread(target=send, daemon=True).start()
+assert sent.wait(60)
+print("leaves", flush=True)
+"""
+CLOSING = """
+import atexit, contextlib, os, signal, sys, threading
+import weightsync as ws
+from tests.e2e import models
+
+url, pid, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+sender = ws.connect(models.make("plain", seed=1), to=url, packed=True, timeout_s=600)
+sender.send_weights()
+atexit.register(sender.close)
+os.kill(pid, signal.SIGSTOP)
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        sender.send_weights()
+
+if how == "thread":
+    threading.Thread(target=send, daemon=True).start()
+else:
+    sender.send_async()
+while not any(flight for flight in sender._coordinator.fleet._flights._flying):
+    threading.Event().wait(0.01)
 print("leaves", flush=True)
 """
 RECEIVER = """
@@ -254,6 +326,50 @@ def test_a_thread_that_sends_again_and_again() -> None:
                 check=False,
             )
             assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+
+
+def test_a_sender_and_its_receiver_in_one_process() -> None:
+    for moment in range(6):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHIN, str(0.01 * moment)],
+            timeout=processes.WAIT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+
+
+def test_two_ranks_that_send_again_and_again(tmp_path: Path) -> None:
+    with processes.host() as host:
+        receiver = host.receiver("http", sink="hook", apply="in_place")
+        for number in range(3):
+            with ExitStack() as stack:
+                arguments = [str(tmp_path / str(number)), receiver.url]
+                ranks = [
+                    stack.enter_context(program(RANK, str(rank), *arguments)) for rank in range(2)
+                ]
+                ended = [rank.communicate(timeout=processes.WAIT_S) for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0, 0], ended
+            assert [said for said, _ in ended] == ["leaves\n", "leaves\n"]
+
+
+@pytest.mark.parametrize("how", ["thread", "send_async"])
+def test_a_close_at_exit_waits_for_no_receiver_that_is_stopped(how: str) -> None:
+    with processes.host() as host:
+        receiver = host.receiver("http", model="plain")
+        with program(CLOSING, receiver.url, str(host.process.pid), how) as trainer:
+            assert trainer.stdout is not None
+            assert host.process.pid is not None
+            try:
+                said = trainer.stdout.readline()
+                begin = time.monotonic()
+                _, errors = trainer.communicate(timeout=processes.WAIT_S)
+                took_s = time.monotonic() - begin
+            finally:
+                os.kill(host.process.pid, signal.SIGCONT)
+    assert (trainer.returncode, said, errors) == (0, "leaves\n", "")
+    assert took_s < EXIT_S
 
 
 def test_a_receiver_at_work_whose_sender_is_stopped() -> None:

@@ -42,7 +42,7 @@ from weightsync.serve.status_page import (
 )
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
-from weightsync.update.history import WorkerReport
+from weightsync.update.history import FleetRecord, WorkerReport
 from weightsync.wire.messages import (
     FleetServer,
     OpenUpdate,
@@ -155,12 +155,15 @@ def test_no_text_of_others_becomes_markup(where: str) -> None:
             label=label,
             detail=detail,
             shared_memory=usage,
-            owner=Owner(id="o", name=owner),
         ),
-        fleet=[
-            FleetServer(target=server, path=server, error=server),
-            FleetServer(target=f"http://{server}"),
-        ],
+        fleet=FleetRecord(
+            sender=owner,
+            version=3,
+            servers=[
+                FleetServer(target=server, path=server, error=server),
+                FleetServer(target=f"http://{server}"),
+            ],
+        ),
         recent=[record(3, label=label, update_id=update)],
         open_update=OpenUpdate(update_id=update, version=4, since=NOW, label=label),
     )
@@ -241,32 +244,33 @@ def test_an_update_is_one_point_however_many_workers_had_it() -> None:
     assert len(merge_updates(record(n) for n in range(SHOWN_UPDATES + 9))) == SHOWN_UPDATES
 
 
-def test_the_fleet_is_what_the_sender_keeps_in_step() -> None:
-    fleet = [
+def test_the_fleet_is_what_the_sender_said_with_the_last_update() -> None:
+    servers = [
         FleetServer(target="http://a:8000", workers=2, path="shared_memory", load_s=0.25),
         FleetServer(target="actor b", path="gloo", error="does not answer"),
+        FleetServer(target="actor c", version=6),
     ]
-    old = report(status(6), recent=[record(6)], fleet=[FleetServer(target="former")])
-    held = status(7, owner=Owner(id="o", name="trainer on h"))
-    fragment = render_fragment(snapshot(old, report(held, recent=[record(7)], fleet=fleet)))
+    told = FleetRecord(sender="trainer on h", version=7, servers=servers)
+    former = FleetRecord(sender="x", version=6, servers=[FleetServer(target="former")])
+    old = report(status(6), recent=[record(6)], fleet=former)
+    # A sender that only connected has sent nothing yet: the fleet is still that of the other.
+    held = status(7, owner=Owner(id="o", name="a new sender"))
+    fragment = render_fragment(snapshot(old, report(held, recent=[record(7)], fleet=told)))
     said = section(fragment, "fleet")
-    assert said.startswith("Fleet of trainer on h Fleet of trainer on h Server Path")
+    assert said.startswith("Fleet of trainer on h at version 7 ")
     assert "http://a:8000 shared_memory 7 250 ms 2" in said
-    assert "actor b gloo left out 1 does not answer" in said
+    assert "actor b gloo failed 1 does not answer" in said
+    assert "actor c 6 1" in said
     assert '<a href="http://a:8000" rel="noreferrer">' in fragment
     assert "former" not in fragment
+    assert "a new sender" not in fragment
 
 
-def test_a_sender_that_has_left_keeps_nothing_in_step() -> None:
-    held = status(7, owner=Owner(id="o", name="trainer", alive=False))
-    alone = report(held, recent=[record(7)], fleet=[FleetServer(target="a")])
-    assert "trainer, which has left" in section(render_fragment(snapshot(alone)), "fleet")
-
-
-def test_one_server_alone_is_no_fleet() -> None:
-    said = section(render_fragment(snapshot(report(recent=[record(3)]))), "fleet")
-    assert said.endswith("The last update went to this server alone.")
-    assert section(render_fragment(snapshot(report())), "fleet").endswith("No update yet.")
+def test_one_server_alone_is_no_fleet_and_none_may_be_known() -> None:
+    alone = report(recent=[record(3)], fleet=FleetRecord(sender="t", version=3, servers=[]))
+    said = section(render_fragment(snapshot(alone)), "fleet")
+    assert said == "Fleet of t at version 3 This server alone."
+    assert section(render_fragment(snapshot(report())), "fleet") == "Fleet Not known."
 
 
 def test_the_chart_draws_every_update_to_scale() -> None:

@@ -30,7 +30,7 @@ def reply(version: int) -> StepReply:
 def test_a_committed_update_is_recorded_as_it_was() -> None:
     history = UpdateTable(KEEP_S)
     before = time.time()
-    history.committed(reply(3), "best", 0.125, [])
+    history.committed(reply(3), "best", 0.125)
     assert history.last_reply == reply(3)
     (record,) = history.recent
     assert (record.update_id, record.version, record.label) == ("u3", 3, "best")
@@ -44,7 +44,7 @@ def test_a_committed_update_is_recorded_as_it_was() -> None:
 def test_only_the_last_updates_are_kept() -> None:
     history = UpdateTable(KEEP_S)
     for version in range(1, KEPT_UPDATES + 6):
-        history.committed(reply(version), None, 1.0, [])
+        history.committed(reply(version), None, 1.0)
     versions = [record.version for record in history.recent]
     assert versions == list(range(6, KEPT_UPDATES + 6))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,12 +17,14 @@ import weightsync as ws
 from tests.server.live import TOKEN, serving
 from tests.update.uniform import fill, make
 from weightsync.server import Workers, worker_path, workers_router
+from weightsync.update import outgoing
 from weightsync.wire.messages import (
     FinishRequest,
     Reply,
     Request,
     ShutdownRequest,
     StatusRequest,
+    StepReply,
     UpdateRequest,
 )
 
@@ -233,30 +236,68 @@ def test_a_server_is_dropped_as_a_whole_and_keeps_its_old_version(serve: Serve) 
         assert sender.targets == good.targets == [r.target for r in report.receivers]
         assert good.held == [("READY", 2, 2)] * 2
         assert bad.held == [("READY", 1, 1)] * 2
-        for receiver in good.receivers:
-            stays, left = receiver.report().fleet
-            assert (stays.target, stays.workers, stays.path) == (good.url, 2, "shared_memory")
-            assert stays.load_s > 0
-            assert not stays.error
-            assert (left.target, left.workers) == (bad.url, 2)
-            assert "its server lost" in left.error or "broken" in left.error
+        first, second = (receiver.report().fleet for receiver in good.receivers)
+        assert first is not None
+        assert second is None  # one worker of each server is told
+        stays, left = first.servers
+        assert (stays.target, stays.workers, stays.path) == (good.url, 2, "shared_memory")
+        assert stays.load_s > 0
+        assert not stays.error
+        assert (left.target, left.workers) == (bad.url, 2)
+        assert "its server lost" in left.error or "broken" in left.error
         bad.before[1] = lambda _: None
         sender.add(bad.url)
         assert bad.held == [("READY", 2, 2)] * 2
+
+
+def fleet_of(served: Served) -> list[tuple[str, int | None]]:
+    """Return the servers that a server knows, and the versions of those that hold it already."""
+    record = served.receivers[0].report().fleet
+    assert record is not None
+    assert record.version == served.receivers[0].version
+    return [(server.target, server.version) for server in record.servers]
 
 
 def test_a_server_learns_of_its_fleet_with_each_update(serve: Serve) -> None:
     model, one, other = make(1), serve(1), serve(1)
     with connected(model, one.url) as sender:
         sender.send_weights()
-        assert one.receivers[0].report().fleet == []
+        assert fleet_of(one) == []
         sender.add(other.url)
+        assert fleet_of(other) == [(one.url, 1), (other.url, None)]
         sender.send_weights()
-        targets = [server.target for server in one.receivers[0].report().fleet]
-        assert targets == [one.url, other.url]
+        assert fleet_of(one) == fleet_of(other) == [(one.url, None), (other.url, None)]
         sender.remove(other.url)
         sender.send_weights()
-        assert one.receivers[0].report().fleet == []
+        assert fleet_of(one) == []
+
+
+def test_what_cannot_be_described_ends_no_update(serve: Serve, monkeypatch: Any) -> None:
+    model, one, other = make(1), serve(1), serve(1)
+    with connected(model, [one.url, other.url]) as sender:
+        monkeypatch.setattr(outgoing, "_clipped", refuse_text)
+        sender.send_weights()
+        assert one.held == other.held == [("READY", 1, 1)]
+        assert one.receivers[0].report().fleet is None
+
+
+def refuse_text(text: str) -> str:
+    raise ValueError(text)
+
+
+def test_a_time_that_is_none_is_no_time(serve: Serve) -> None:
+    model, one, other = make(1), serve(1), serve(1)
+    with connected(model, [one.url, other.url]) as sender:
+        member = sender._coordinator.fleet.members[0]  # type: ignore[union-attr]  # of rank 0
+        transaction = outgoing.UpdateTransaction(
+            sender._coordinator.fleet,  # type: ignore[union-attr]
+            sender._coordinator.paths,  # type: ignore[union-attr]
+            [member],
+            verify=True,
+        )
+        seconds = {"load": math.nan}
+        transaction.replies[member] = StepReply(state="PREPARED", version=0, seconds=seconds)
+        assert transaction._described_server("x", [member]).load_s == 0
 
 
 def test_a_server_that_fails_in_its_finish_is_dropped_as_a_whole(serve: Serve) -> None:

@@ -103,7 +103,7 @@ def status(  # noqa: PLR0913, PLR0917  # one parameter per option
     if json_:
         answer: dict[str, object] = {"servers": [one.to_dict() for one in found]}
         if len(found) > 1:
-            answer["in_step"] = len(weights_of(found)) == 1
+            answer["in_step"] = are_in_step(found)
         print_json(answer | ({"host": [asdict(one) for one in segments]} if host else {}))
     else:
         console.print(_show(found))
@@ -327,24 +327,30 @@ def _show(found: Sequence[ServerStatus]) -> Group:
     return Group(*lines, *([_compared(found)] if len(found) > 1 else []))
 
 
-def weights_of(found: Sequence[ServerStatus]) -> Counter[tuple[str, str | None]]:
-    """Count the servers by the weights that they hold: a version, and the id of its weights."""
-    return Counter(
-        ("no status", None)
-        if one.status is None
-        else (f"version {one.status.version}", one.status.weights_id)
-        for one in found
-    )
+def are_in_step(found: Sequence[ServerStatus]) -> bool | None:
+    """Return whether all servers hold the same weights of one sender; None where that is unknown.
+
+    Servers of other engines name no weights, nor does one whose workers differ, or that got none.
+    """
+    statuses = [one.status for one in found if one.status is not None and one.status.may_generate]
+    if len(statuses) < len(found):
+        return False if all(one.facts is None for one in found) else None
+    held = {(status.version, status.weights_id) for status in statuses}
+    if any(status.weights_id is None for status in statuses):
+        return False if len({version for version, _ in held}) > 1 else None
+    return len(held) == 1
 
 
 def _compared(found: Sequence[ServerStatus]) -> Text:
-    """Return the line that says whether all servers got the same weights, from one sender."""
-    counted = weights_of(found)
-    if len(counted) == 1:
-        ((held, _),) = counted
-        return Text(f"{len(found)} servers, all in step: {held}", style="bold")
-    listed = ", ".join(f"{held}: {count}" for (held, _), count in counted.most_common())
-    return Text(f"{len(found)} servers, not in step: {listed}", style="bold red")
+    """Return the line that compares servers and workers that have an URL of their own."""
+    versions = Counter(f"version {one.status.version}" if one.status else "?" for one in found)
+    listed = ", ".join(f"{count} at {held}" for held, count in versions.most_common())
+    said, style = {
+        True: ("all in step", "bold"),
+        False: ("not in step", "bold red"),
+        None: ("unknown whether in step", "bold"),
+    }[are_in_step(found)]
+    return Text(f"{said}: {listed}", style=style)
 
 
 def _lines(found: ServerStatus) -> Iterator[Text]:

@@ -24,6 +24,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
+from weightsync.interpreter_exit import TorchCalls
 from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
@@ -152,6 +153,7 @@ class RankComm:
         self._group = group
         self._rendezvous = rendezvous
         self._broken: str | None = None
+        self._calls = TorchCalls()
 
     @property
     def broken(self) -> bool:
@@ -166,8 +168,9 @@ class RankComm:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in rank order; lengths may differ. Collective."""
-        self._synchronize("exchange")
-        return self._gather(payload)
+        with self._calls.inside():
+            self._synchronize("exchange")
+            return self._gather(payload)
 
     def broadcast(self, payload: bytes | None = None) -> bytes:
         """Return the payload of rank 0; the other ranks pass None. Collective.
@@ -177,14 +180,15 @@ class RankComm:
         """
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
-        self._synchronize("broadcast")
-        data = payload if self.rank == 0 and payload is not None else b""
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        self._run(lambda group: group.broadcast(length, 0))
-        buffer = _tensor_of(data, int(length.item()))
-        if buffer.numel():
-            self._run(lambda group: group.broadcast(buffer, 0))
-        return _bytes_of(buffer)
+        with self._calls.inside():
+            self._synchronize("broadcast")
+            data = payload if self.rank == 0 and payload is not None else b""
+            length = torch.tensor([len(data)], dtype=torch.int64)
+            self._run(lambda group: group.broadcast(length, 0))
+            buffer = _tensor_of(data, int(length.item()))
+            if buffer.numel():
+                self._run(lambda group: group.broadcast(buffer, 0))
+            return _bytes_of(buffer)
 
     def agree(
         self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
@@ -195,7 +199,8 @@ class RankComm:
         foreign exception becomes a RemoteError. Of several errors the one of the lowest rank is
         raised. `look` is called periodically during a long wait, and must not raise. Collective.
         """
-        self._synchronize("agree" if error is None else "failed agree", error, look)
+        with self._calls.inside():
+            self._synchronize("agree" if error is None else "failed agree", error, look)
 
     def together(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on this rank; an error on one rank is raised on all."""
@@ -209,8 +214,10 @@ class RankComm:
 
     def attend(self) -> None:
         """Report alive to ranks that have noticed a loss. For waits outside of these calls."""
-        if self.size > 1 and self.is_losing():
-            with suppress(RuntimeError):
+        if self.size == 1:
+            return
+        with self._calls.inside(), suppress(RuntimeError):
+            if self.is_losing():
                 self._rendezvous.report_alive()
 
     def is_losing(self) -> bool:
@@ -287,9 +294,30 @@ class RankComm:
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
-        failure = _outcome(start(self._group), look)
+        failure = self._outcome(start(self._group), look)
         if failure is not None:
             self._lose(failure, time.monotonic() - began)
+
+    def _outcome(
+        self, work: dist.Work, look: Callable[[], None] | None = None
+    ) -> RuntimeError | None:
+        """Wait for a collective in slices, so that Ctrl-C interrupts; return its error or None.
+
+        Without the traceback, whose frames would keep the group's sockets open and the others
+        waiting.
+        """
+        while True:
+            completed = work.is_completed()
+            try:
+                work.wait(_WAIT_SLICE)
+            except RuntimeError as exc:
+                if completed:
+                    return exc.with_traceback(None)
+                self._calls.check()
+                if look is not None:
+                    look()
+            else:
+                return None
 
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
         """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
@@ -314,6 +342,7 @@ class SingleRank(RankComm):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = self.process_group = self._group = self._broken = None
+        self._calls = TorchCalls()
 
     def _synchronize(
         self,
@@ -355,24 +384,6 @@ def name_lost_ranks(rendezvous: StoreRendezvous, names: Sequence[int]) -> str:
     if not missing:
         return "a rank (all of them are still alive, so check the network between them)"
     return f"{name_ranks(names[rank] for rank in missing)} of {len(names)}"
-
-
-def _outcome(work: dist.Work, look: Callable[[], None] | None = None) -> RuntimeError | None:
-    """Wait for a collective in slices, so that Ctrl-C interrupts; return its error or None.
-
-    Without the traceback, whose frames would keep the group's sockets open and the others waiting.
-    """
-    while True:
-        completed = work.is_completed()
-        try:
-            work.wait(_WAIT_SLICE)
-        except RuntimeError as exc:
-            if completed:
-                return exc.with_traceback(None)
-            if look is not None:
-                look()
-        else:
-            return None
 
 
 def _encode(error: BaseException) -> bytes:

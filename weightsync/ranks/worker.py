@@ -31,7 +31,7 @@ from weightsync.errors import (
     VerificationError,
     shorten,
 )
-from weightsync.interpreter_exit import end_at_exit
+from weightsync.interpreter_exit import TorchCalls
 from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
@@ -75,7 +75,7 @@ class RankWorker:
     `stop`, when set, cancels a transfer on all ranks. `pairs` are the tensors of the next Begin
     that sends other tensors than the model's. `fault`, when set, makes every further step fail,
     because this rank's caller left the update. `reading` has the readers of the last update, by
-    backend; their signs of life are reported until it is finished.
+    backend; their signs of life are reported until it is finished. `calls` are its commands.
     """
 
     def __init__(
@@ -109,9 +109,7 @@ class RankWorker:
         self._passes: list[str] = []
         self._in_update = False
         self._moves_model = True
-        self._at_work = threading.RLock()
-        self._exits = False
-        end_at_exit(self)
+        self.calls = TorchCalls()
 
     def rank_info(self) -> RankInfo:
         """Return the facts about this rank."""
@@ -133,11 +131,10 @@ class RankWorker:
     ) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop.
 
-        Raises TransferCancelled in other threads than the main one once the interpreter exits.
+        Raises TransferCancelled while the interpreter exits, except in the main thread.
         """
-        with self._at_work, scope(f"weightsync {type(command).__name__.lower()}"):
-            self._check = check
-            self._raise_at_exit()
+        self._check = check
+        with self.calls.inside(), scope(f"weightsync {type(command).__name__.lower()}"):
             match command:
                 case Open():
                     return self._open(command)
@@ -200,12 +197,6 @@ class RankWorker:
             for handshake in handshakes.values():
                 last.callback(handshake.close)
             self.source.end_watch()
-
-    def end(self, timeout_s: float) -> None:
-        """Have another thread leave its command; wait at most `timeout_s` for it. Idempotent."""
-        self._exits = True
-        if self._at_work.acquire(timeout=timeout_s):
-            self._at_work.release()
 
     def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
@@ -439,13 +430,9 @@ class RankWorker:
         else:
             self._collective.check()
 
-    def _raise_at_exit(self) -> None:
-        if self._exits and threading.current_thread() is not threading.main_thread():
-            raise TransferCancelled("the interpreter exits")
-
     def _check_own(self) -> None:
         self._check()
-        self._raise_at_exit()
+        self.calls.check()
         if self.fault is not None:
             raise self.fault
         if self.stop.is_set():

@@ -27,10 +27,9 @@ from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.workers import merge_statuses
-from weightsync.update.history import WorkerReport
+from weightsync.update.history import FleetRecord, WorkerReport
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import (
-    FleetServer,
     OpenUpdate,
     SharedMemoryUsage,
     Status,
@@ -110,9 +109,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All data of the page, and the body of `/status.json`.
 
     `at` is Unix time in seconds. `versions` are the weight versions of the workers. `updates` are
-    ordered by time, the oldest first. `fleet` has the servers that committed the last update
-    together, none where it was this one alone; `fleet_version` is that update's version, `sender`
-    its sender's name.
+    ordered by time, the oldest first. `fleet` is None where the last sender did not say.
     """
 
     at: float
@@ -127,10 +124,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     engine_error: str = ""
     dtype: str = ""
     device: str = ""
-    sender: str = ""
-    sender_lives: bool = False
-    fleet: list[FleetServer] = []  # msgspec copies it
-    fleet_version: int | None = None
+    fleet: FleetRecord | None = None
 
     @property
     def troubles(self) -> list[str]:
@@ -229,8 +223,8 @@ def take_snapshot(
     statuses = {name: report.status for name, report in reports.items()}
     whole = merge_statuses(statuses) if statuses else None
     silent = len(reports) < len(names) or whole is None
-    latest = max(reports.values(), key=lambda report: report.status.version, default=None)
-    owner = latest.status.owner if latest else None
+    told = [report for report in reports.values() if report.fleet and report.recent]
+    latest = max(told, key=lambda report: report.recent[-1].at, default=None)
     return Snapshot(
         at=at,
         model=model,
@@ -249,10 +243,7 @@ def take_snapshot(
         engine_error=engine_error,
         dtype=dtype,
         device=device,
-        sender=owner.name if owner else "",
-        sender_lives=owner is not None and owner.alive,
-        fleet=latest.fleet if latest else [],
-        fleet_version=latest.recent[-1].version if latest and latest.recent else None,
+        fleet=latest.fleet if latest else None,
     )
 
 

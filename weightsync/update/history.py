@@ -27,10 +27,18 @@ _REFUSALS = (UpdateConflictError, StaleVersionError)
 """Errors that depend on the receiver's current state, and are not kept for retries."""
 
 
+class FleetRecord(Struct, frozen=True, kw_only=True):
+    """The servers of a sender when it finished an update; none where it had one alone."""
+
+    sender: str
+    version: int
+    servers: list[FleetServer]
+
+
 class WorkerReport(Struct, frozen=True, kw_only=True):
     """A snapshot of a receiver's status and history; `recent` has the oldest update first.
 
-    `fleet` has the servers that committed the last update together, none where it was one alone.
+    `fleet` is None where the last finish did not say.
     """
 
     status: Status
@@ -38,7 +46,7 @@ class WorkerReport(Struct, frozen=True, kw_only=True):
     last_reply: StepReply | None = None
     recent: list[UpdateRecord] = []
     open_update: OpenUpdate | None = None
-    fleet: list[FleetServer] = []
+    fleet: FleetRecord | None = None
 
 
 @dataclass(slots=True)
@@ -82,7 +90,7 @@ class UpdateTable:
         self._recent: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
         self.totals: Counter[str] = Counter()
         self.last_reply: StepReply | None = None
-        self.fleet: list[FleetServer] = []
+        self.fleet: FleetRecord | None = None
 
     def once(
         self, update_id: str, step: Hashable, call: Callable[[], StepReply], *, timeout_s: float
@@ -159,9 +167,13 @@ class UpdateTable:
             )
 
     def committed(
-        self, reply: StepReply, label: str | None, duration_s: float, fleet: list[FleetServer]
+        self,
+        reply: StepReply,
+        label: str | None,
+        duration_s: float,
+        fleet: FleetRecord | None = None,
     ) -> None:
-        """Record the commit of an update with its `reply`, by all servers of a fleet."""
+        """Record the commit of an update with its `reply`."""
         with self._changed:
             self.fleet = fleet
             self.totals["committed"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -95,6 +96,7 @@ class UpdateTransaction:
         self._aborted = False
         self._torn: list[str] = []
         self._servers: list[FleetServer] = []
+        self._described: set[Member] = set()
         self._first_failed: Member | None = None
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
@@ -159,8 +161,8 @@ class UpdateTransaction:
                 f"not verified by {', '.join(unverified)}: other tensors were added to the update"
             )
         self._drop_servers()
+        self._describe_fleet()
         self.finishing = True
-        self._servers = self._fleet_servers()
         self._abort([member for member in self._members if member in self.failed], "it failed here")
         staying = self._staying
         for member in staying:
@@ -377,28 +379,35 @@ class UpdateTransaction:
         return FinishRequest(
             update_id=self.update_id,
             table_digest=digests.get(member.backend),
-            fleet=self._servers,
+            fleet=self._servers if member in self._described else None,
         )
 
-    def _fleet_servers(self) -> list[FleetServer]:
-        """Return the servers of the fleet for their status pages; none where there is one alone."""
+    def _describe_fleet(self) -> None:
+        """Describe the fleet for status pages, to one worker of each server."""
         workers: dict[str, list[Member]] = {}
-        for member in self._members:
+        for member in dict.fromkeys([*self._fleet.members, *self._members]):
             name = member.server.target if member.server is not None else member.target
             workers.setdefault(name, []).append(member)
-        if len(workers) == 1:
-            return []
-        return [self._fleet_server(name, workers[name]) for name in list(workers)[:MAX_FLEET]]
+        try:
+            if len(workers) > 1:
+                shown = list(workers.items())[:MAX_FLEET]
+                self._servers = [self._described_server(*server) for server in shown]
+        except Exception:  # a user's transport may name its path by anything
+            logger.debug("the fleet could not be described", exc_info=True)
+        else:
+            self._described = {members[0] for members in workers.values()}
 
-    def _fleet_server(self, name: str, workers: Sequence[Member]) -> FleetServer:
-        replies = [self.replies[member] for member in workers if member in self.replies]
-        errors = [str(self.failed[member]) for member in workers if member in self.failed]
+    def _described_server(self, name: str, workers: Sequence[Member]) -> FleetServer:
+        loads = [self.replies[m].seconds.get("load", 0.0) for m in workers if m in self.replies]
+        errors = [self.failed[member] for member in workers if member in self.failed]
+        apart = self._members.count(workers[0]) == 0
         return FleetServer(
             target=_clipped(name),
             workers=len(workers),
-            path=_clipped("+".join(sorted({member.shown_path for member in workers}))),
-            load_s=max((reply.seconds.get("load", 0.0) for reply in replies), default=0.0),
-            error=_clipped(errors[0]) if errors else "",
+            path=_clipped("+".join(sorted({str(member.shown_path) for member in workers}))),
+            load_s=min(max([0.0, *filter(math.isfinite, loads)]), 1e9),
+            version=self._fleet.version if apart else None,
+            error=_clipped(str(errors[0])) if errors else "",
         )
 
     def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:

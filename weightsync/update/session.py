@@ -15,10 +15,11 @@ from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda.events import wait_for
 from weightsync.errors import ProtocolError, TransferError, UpdateConflictError
+from weightsync.interpreter_exit import TorchCalls
 from weightsync.profiling import scope
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnHold, OnRelease, ReadWriteGate
-from weightsync.update.history import UpdateTable
+from weightsync.update.history import FleetRecord, UpdateTable
 from weightsync.update.incoming import IncomingUpdate, LoadTargets
 from weightsync.update.lifecycle import (
     ApplyChoice,
@@ -100,6 +101,7 @@ class ReceiverSession:
         self._abort_reason = ""
         self._step_ended = threading.Condition(self.lock)
         self._step: str | None = None
+        self._calls = TorchCalls()
         self._timer = ProgressTimer(self._check_progress, self.lock)
         self._beat: int | None = None
         self._last_message_at = self._last_sign_at = 0.0
@@ -436,13 +438,21 @@ class ReceiverSession:
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
                 duration_s = time.perf_counter() - incoming.started
-                self.table.committed(reply, self.lifecycle.label, duration_s, request.fleet)
+                fleet = self._fleet_record(request)
+                self.table.committed(reply, self.lifecycle.label, duration_s, fleet)
                 return reply
             finally:
                 if incoming is not None:  # else another update may hold the gate
                     if self.gate.held:
                         self.gate.release()
                     self.senders.finish_update()
+
+    def _fleet_record(self, request: FinishRequest) -> FleetRecord | None:
+        owner = self.senders.owner
+        if request.fleet is None or owner is None:
+            return None
+        version = self.lifecycle.version
+        return FleetRecord(sender=owner.name, version=version, servers=request.fleet)
 
     def _commit(self, incoming: IncomingUpdate, request: FinishRequest) -> State:
         """Swap in the new weights while no reader is active, and return the state afterwards.
@@ -537,7 +547,8 @@ class ReceiverSession:
         )
 
     def _check_not_aborted(self) -> None:
-        """Raise TransferError when the open update is being aborted."""
+        """Raise TransferError when the open update is being aborted, or the interpreter exits."""
+        self._calls.check()
         if self.lifecycle.state is State.ABORTING:
             raise TransferError(f"update {self.lifecycle.update_id} ends: {self._abort_reason}")
 
@@ -577,7 +588,11 @@ class ReceiverSession:
     @contextmanager
     def _in_step(self, step: str, update_id: str = "") -> Iterator[None]:
         """Run the block as a step. Raises UpdateConflictError where another one does not end."""
-        with self._turn(self._lease_s, update_id) as ours, scope(f"weightsync {step}"):
+        with (
+            self._calls.inside(),
+            self._turn(self._lease_s, update_id) as ours,
+            scope(f"weightsync {step}"),
+        ):
             if not ours:
                 raise self._conflict(
                     f"{step}: the receiver has been busy for {self._lease_s:g} s with update "

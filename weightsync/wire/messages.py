@@ -189,28 +189,30 @@ MAX_FLEET = 64
 class FleetServer(Message, frozen=True, kw_only=True):
     """One server of the sender's fleet, as the sender knows it: for people, nothing depends on it.
 
-    `load_s` is the time in which the slowest of its `workers` has loaded the update; `error` is why
-    it is not part of it.
+    `load_s` is the time in which the slowest of its `workers` has loaded the update. A server that
+    is not part of the update holds `version`, or failed with `error`.
     """
 
     target: Annotated[str, Meta(max_length=256)]
     workers: Annotated[int, Meta(ge=1)] = 1
     path: Annotated[str, Meta(max_length=256)] = ""
     load_s: Seconds = 0.0
+    version: Version | None = None
     error: Annotated[str, Meta(max_length=256)] = ""
 
 
 class FinishRequest(Message, frozen=True, kw_only=True):
     """`finish_weight_update`: put the prepared weights to use.
 
-    `fleet` has the servers that commit them together, where there are several.
+    `fleet` has the servers of the sender, none where this is the only one; it is None where that is
+    not known, and for all workers of a server but one.
     """
 
     update_id: UpdateId | None = None
     table_digest: str | None = None
     clear_cache: bool = True
     weight_version: Annotated[str, Meta(max_length=256)] | None = None
-    fleet: Annotated[list[FleetServer], Meta(max_length=MAX_FLEET)] = []
+    fleet: Annotated[list[FleetServer], Meta(max_length=MAX_FLEET)] | None = None
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
