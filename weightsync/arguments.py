@@ -15,7 +15,8 @@ from weightsync.tensors import TORCH_DTYPES
 
 SIZE_HELP = "512MiB or 512M (M = 1024 x 1024), 512MB (MB = 1000 x 1000), 0.5G, or a number of bytes"
 _SIZE = re.compile(
-    r"(\d{1,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)(?:([KMGT])(iB|B)?)?", re.ASCII | re.IGNORECASE
+    r"(\d{1,18}(?:\.\d{1,18})?(?:e\+?\d{1,2}(?![KMGT]))?)(?:([KMGT])(iB|B)?)?",
+    re.ASCII | re.IGNORECASE,
 )
 MAX_TIMEOUT_S = 1e6
 """Eleven days; waits of the operating system overflow a little above."""

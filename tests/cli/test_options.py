@@ -32,7 +32,23 @@ def test_a_size_is_in_powers_of_1024_unless_it_ends_in_a_plain_b(text: str, nbyt
 
 @pytest.mark.parametrize(
     "text",
-    ["", "M", "some", "1.M", ".5G", "-1", "+1", "1e-9", "e9", "1 M", "1MM", "1Mi", "1B", "\u0663"],
+    [
+        "",
+        "M",
+        "some",
+        "1.M",
+        ".5G",
+        "-1",
+        "+1",
+        "1e-9",
+        "e9",
+        "1e3M",
+        "1 M",
+        "1MM",
+        "1Mi",
+        "1B",
+        "\u0663",
+    ],
 )
 def test_anything_else_is_refused_with_the_forms(text: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -153,7 +153,7 @@ from tests.e2e import models
 
 url, pid, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 sender = ws.connect(models.make("plain", seed=1), to=url, packed=True, timeout_s=600)
-sender.send_weights()
+sender.send_weights() if how == "thread" else sender.send_async().result()
 atexit.register(sender.close)
 os.kill(pid, signal.SIGSTOP)
 
