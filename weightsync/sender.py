@@ -723,6 +723,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     dtype: Dtype | None = None,
     verify: bool = True,
     token: str | None = None,
+    verify_tls: bool | str = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     takeover: bool = False,
 ) -> SyncReport:
@@ -731,9 +732,10 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     The first call connects, and the connection is kept per target until `close()`. Other names,
     shapes or settings make a new connection. Between two calls other senders may take the receiver,
     so several processes may call this in turn for one receiver. `takeover` takes the receiver from
-    a sender that does not yield. A generator is exhausted before the transfer begins: if all
-    tensors do not fit into memory at once, pass a module, or use `connect` with a callable. Raises
-    the same errors as `connect` and `WeightSender.send_weights`.
+    a sender that does not yield. The other settings are those of `connect`. A generator is
+    exhausted before the transfer begins: if all tensors do not fit into memory at once, pass a
+    module, or use `connect` with a callable. Raises the same errors as `connect` and
+    `WeightSender.send_weights`.
     """
     with _lock:
         dtype = as_dtype("dtype", dtype)
@@ -750,7 +752,14 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
             source = _LatestTensors(Manifest(specs, aliases))
             identity = source.manifest.digest
-        make = partial(connect, packed=packed, verify=verify, token=token, timeout_s=timeout_s)
+        make = partial(
+            connect,
+            packed=packed,
+            verify=verify,
+            token=token,
+            verify_tls=verify_tls,
+            timeout_s=timeout_s,
+        )
         settings = (*make.keywords.items(), dtype, identity)
         key = _key(to)
         connection = _connections.get(key)

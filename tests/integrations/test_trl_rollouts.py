@@ -62,7 +62,7 @@ def test_grpo_learns_from_what_the_server_made_by_the_newest_weights(
         return lower(completions)
 
     sync = WeightSyncCallback(served.url, token=served.token)
-    with sync, ServedRollouts(served.url, served.token) as rollouts:
+    with sync, ServedRollouts(served.url, token=served.token) as rollouts:
         trainer = grpo_trainer(tmp_path, rollouts, steps=3, callbacks=[sync], reward=reward)
         before = copy.deepcopy(trainer.model)
         trainer.train()
@@ -78,7 +78,7 @@ def test_grpo_learns_from_what_the_server_made_by_the_newest_weights(
 
 
 def test_logprobs_are_those_of_the_trainers_own_model(served: Server, tmp_path: Path) -> None:
-    with ServedRollouts(served.url, served.token) as rollouts:
+    with ServedRollouts(served.url, token=served.token) as rollouts:
         trainer = grpo_trainer(tmp_path, rollouts)
         with ws.connect(trainer.model, to=served.url, token=served.token) as sender:
             sender.send_weights()
@@ -98,7 +98,7 @@ def test_logprobs_are_those_of_the_trainers_own_model(served: Server, tmp_path: 
 def test_the_seed_decides_what_is_drawn(served: Server, tmp_path: Path) -> None:
     drawn = []
     for seed in (1, 1, 2):
-        with ServedRollouts(served.url, served.token) as rollouts:
+        with ServedRollouts(served.url, token=served.token) as rollouts:
             trainer = grpo_trainer(tmp_path, rollouts, seed=seed)
             drawn.append(rollouts([PROMPTS[0]] * 3, trainer)["completion_ids"])
     assert drawn[0] == drawn[1] != drawn[2]
@@ -106,7 +106,7 @@ def test_the_seed_decides_what_is_drawn(served: Server, tmp_path: Path) -> None:
 
 def test_chats_are_tokenized_by_the_trainers_template(served: Server, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}]
-    with ServedRollouts(served.url, served.token) as rollouts:
+    with ServedRollouts(served.url, token=served.token) as rollouts:
         trainer = grpo_trainer(tmp_path, rollouts)
         trainer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         found = rollouts([chat], trainer)
@@ -117,7 +117,7 @@ def test_chats_are_tokenized_by_the_trainers_template(served: Server, tmp_path: 
 
 
 def test_settings_that_the_server_would_ignore_are_refused(tmp_path: Path) -> None:
-    with ServedRollouts("http://127.0.0.1:9", "none") as rollouts:
+    with ServedRollouts("http://127.0.0.1:9", token="none") as rollouts:
         trainer = grpo_trainer(tmp_path, rollouts, top_k=5, repetition_penalty=1.1)
         with pytest.raises(ws.ConfigError, match=r"follow top_k=5, repetition_penalty=1.1 of"):
             rollouts([PROMPTS[0]], trainer)
@@ -191,7 +191,7 @@ def completion(**changed: object) -> dict[str, object]:
 def test_answers_that_cannot_be_used_say_so(
     status: int, body: object, kind: type[Exception], words: str, tmp_path: Path
 ) -> None:
-    with answering(status, body) as url, ServedRollouts(url, "") as rollouts:
+    with answering(status, body) as url, ServedRollouts(url, token="") as rollouts:
         trainer = grpo_trainer(tmp_path, rollouts)
         with pytest.raises(kind, match=words):
             rollouts([PROMPTS[0]], trainer)

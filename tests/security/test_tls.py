@@ -69,6 +69,19 @@ def test_weights_go_to_a_server_whose_certificate_is_trusted(
         assert torch.equal(parameter, wanted)
 
 
+@pytest.mark.usefixtures("shm_clean")
+def test_a_single_call_trusts_the_same_certificate(
+    served: tuple[str, nn.Module], certificate: Certificate
+) -> None:
+    url, held = served
+    model = nn.Linear(4, 3)
+    try:
+        ws.send_weights(model, url, token=TOKEN, verify_tls=str(certificate.certfile))
+    finally:
+        ws.close()
+    assert torch.equal(held.get_parameter("weight"), model.weight)
+
+
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_the_variables_of_requests_say_whom_to_trust(
     served: tuple[str, nn.Module],

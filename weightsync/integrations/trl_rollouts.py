@@ -78,8 +78,8 @@ class ServedRollouts:
     def __init__(
         self,
         url: str,
-        token: str | None = None,
         *,
+        token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         verify_tls: bool | str = True,
     ) -> None:
