@@ -51,10 +51,10 @@ def test_the_first_sentence_has_the_figures_of_its_row() -> None:
 
 def test_each_picture_has_a_light_and_a_dark_file() -> None:
     pictures = re.findall(r"<picture>.*?</picture>", PAGE, re.DOTALL)
-    assert len(pictures) == 2
+    assert len(pictures) == 3
     for picture in pictures:
         assert "(prefers-color-scheme: dark)" in picture
         files = re.findall(r'(?:srcset|src)="([^"]+)"', picture)
         for dark, light in zip(files[::2], files[1::2], strict=True):
-            assert dark.replace("-dark.svg", "-light.svg") == light
+            assert dark.replace("-dark.", "-light.") == light != dark
         assert all((ROOT / name).is_file() for name in files)
