@@ -42,7 +42,8 @@ def _wait_until_it_answers(port: int, server: subprocess.Popen[bytes]) -> dict[s
 
 
 @pytest.mark.usefixtures("shm_clean")
-def test_trainer_and_receiver() -> None:
+@pytest.mark.parametrize("trainer", ["trainer.py", "overlap.py"])
+def test_trainer_and_receiver(trainer: str) -> None:
     port = _free_port()
     environment = {
         **os.environ,
@@ -55,7 +56,7 @@ def test_trainer_and_receiver() -> None:
     try:
         before = _wait_until_it_answers(port, server)
         said = subprocess.run(
-            [sys.executable, EXAMPLES / "trainer.py", f"http://127.0.0.1:{port}"],
+            [sys.executable, EXAMPLES / trainer, f"http://127.0.0.1:{port}"],
             env=environment,
             capture_output=True,
             text=True,
