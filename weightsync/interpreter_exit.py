@@ -7,6 +7,7 @@ process: "terminate called without an active exception".
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
@@ -57,8 +58,8 @@ class TorchCalls:
     def inside(self) -> Iterator[None]:
         """Run the block as a call. Raises as `check` does."""
         call = object()
-        self._inside.add(call)  # before the check: `end` looks after it has set the flag
         try:
+            self._inside.add(call)  # before the check: `end` looks after it has set the flag
             self.check()
             yield
         finally:
@@ -75,6 +76,11 @@ class TorchCalls:
         deadline = time.monotonic() + timeout_s
         while self._inside and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
+
+
+def never_destroy(held: object) -> None:
+    """Keep an object whose destructor would wait, for a collective in flight for instance."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # module globals are cleared at exit
 
 
 def _end_all() -> None:

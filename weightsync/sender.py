@@ -465,7 +465,10 @@ class WeightSender:
             if exiting():  # nothing waits for ranks and receivers, which may be gone
                 if self._in_flight is not None:
                     self._in_flight.stop.set()
-                self._group.worker.calls.end(_EXIT_S)
+                calls = self._group.worker.calls, self._group.comm.calls
+                for seconds in (0.0, _EXIT_S):  # both are told before one is waited for
+                    for each in calls:
+                        each.end(seconds)
                 self._disconnect_alone()
             else:
                 self._run("close", lambda leading: leading.membership.disconnect(leaves=True))

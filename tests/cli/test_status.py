@@ -68,10 +68,10 @@ def test_who_cannot_be_reached_does_not_hide_the_others(url: str, down: str) -> 
     assert result.exit_code == 3
     assert f"{down}\n  unreachable: " in result.stdout
     assert f"{url}\n  state     READY" in result.stdout
-    assert "\nnot in step: " in result.stdout
+    assert "\nunknown whether in step: " in result.stdout
     answer = answer_of(weightsync("status", down, url, "--json"), 3)
     first, second = answer["servers"]
-    assert answer["in_step"] is False
+    assert answer["in_step"] is None
     assert (first["reachable"], first["error"]["type"]) == (False, "ConnectError")
     assert (second["reachable"], second["url"]) == (True, url)
 
@@ -220,10 +220,13 @@ def test_what_cannot_be_compared_is_not_in_step() -> None:
         url="d", facts=SglangFacts(version=(0, 5), model_path="m", weight_version="2")
     )
     assert are_in_step([ready, ready]) is True
-    assert are_in_step([down, down]) is False
+    assert are_in_step([down, down]) is None
     assert are_in_step([ready, torn]) is False
     assert are_in_step([sglang, sglang]) is None
     assert are_in_step([ready, sglang]) is None
+    assert are_in_step([torn, sglang]) is False
+    newer = ServerStatus(url="e", status=msgspec.structs.replace(held(), version=3))
+    assert are_in_step([ready, newer, down]) is False
 
 
 def test_a_server_of_several_workers_has_a_line_for_each() -> None:

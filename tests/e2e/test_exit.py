@@ -146,6 +146,29 @@ threading.Thread(target=send, daemon=True).start()
 assert sent.wait(60)
 print("leaves", flush=True)
 """
+WAITING = """
+import atexit, contextlib, sys, threading, time
+import torch
+import torch.distributed as dist
+import weightsync as ws
+
+rank, store, url, closes = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "True"
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+sender = ws.connect({"w": torch.zeros(64)}, to=url, timeout_s=600)
+sender.send_weights()
+if rank:
+    time.sleep(600)  # it does not come to the next call
+if closes:
+    atexit.register(sender.close)
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        sender.send_weights()
+
+threading.Thread(target=send, daemon=True).start()
+time.sleep(0.5)
+print("leaves", flush=True)
+"""
 CLOSING = """
 import atexit, contextlib, os, signal, sys, threading
 import weightsync as ws
@@ -352,6 +375,21 @@ def test_two_ranks_that_send_again_and_again(tmp_path: Path) -> None:
                 ended = [rank.communicate(timeout=processes.WAIT_S) for rank in ranks]
             assert [rank.returncode for rank in ranks] == [0, 0], ended
             assert [said for said, _ in ended] == ["leaves\n", "leaves\n"]
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_rank_waits_for_no_other_that_does_not_come(tmp_path: Path, closes: bool) -> None:
+    with processes.host() as host:
+        receiver = host.receiver("http", sink="hook", apply="in_place")
+        arguments = [str(tmp_path / "store"), receiver.url, str(closes)]
+        with program(WAITING, "1", *arguments), program(WAITING, "0", *arguments) as first:
+            assert first.stdout is not None
+            said = first.stdout.readline()
+            begin = time.monotonic()
+            _, errors = first.communicate(timeout=processes.WAIT_S)
+            took_s = time.monotonic() - begin
+    assert (first.returncode, said, errors) == (0, "leaves\n", "")
+    assert took_s < EXIT_S
 
 
 @pytest.mark.parametrize("how", ["thread", "send_async"])

@@ -330,15 +330,17 @@ def _show(found: Sequence[ServerStatus]) -> Group:
 def are_in_step(found: Sequence[ServerStatus]) -> bool | None:
     """Return whether all servers hold the same weights of one sender; None where that is unknown.
 
-    Servers of other engines name no weights, nor does one whose workers differ, or that got none.
+    Unknown are those that do not answer, name no weights (other engines, or a server whose workers
+    differ), or got none yet.
     """
-    statuses = [one.status for one in found if one.status is not None and one.status.may_generate]
-    if len(statuses) < len(found):
-        return False if all(one.facts is None for one in found) else None
-    held = {(status.version, status.weights_id) for status in statuses}
-    if any(status.weights_id is None for status in statuses):
-        return False if len({version for version, _ in held}) > 1 else None
-    return len(held) == 1
+    statuses = [one.status for one in found if one.status is not None]
+    versions = {status.version for status in statuses}
+    known = {status.weights_id for status in statuses if status.weights_id is not None}
+    if max(len(versions), len(known)) > 1 or not all(s.may_generate for s in statuses):
+        return False
+    if len(statuses) < len(found) or any(status.weights_id is None for status in statuses):
+        return None
+    return True
 
 
 def _compared(found: Sequence[ServerStatus]) -> Text:

@@ -20,11 +20,12 @@ from weightsync.errors import (
     ManifestMismatchError,
     ProtocolError,
     RemoteError,
+    TransferCancelled,
     TransferError,
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.interpreter_exit import TorchCalls
+from weightsync.interpreter_exit import TorchCalls, never_destroy
 from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
@@ -127,7 +128,7 @@ class RankComm:
 
     `rank` and `size` are those of the trainer's process group; messages name a rank by its global
     rank (`names`). `store` is for short notes, None where there is one rank. `process_group` is the
-    trainer's, None for the default one.
+    trainer's, None for the default one. `calls` are those in progress.
 
     Different calls on the ranks raise ProtocolError on all of them. If a rank dies, or does not
     call within the group's timeout, all others raise a TransferError that names it. The group is
@@ -153,7 +154,7 @@ class RankComm:
         self._group = group
         self._rendezvous = rendezvous
         self._broken: str | None = None
-        self._calls = TorchCalls()
+        self.calls = TorchCalls()
 
     @property
     def broken(self) -> bool:
@@ -168,7 +169,7 @@ class RankComm:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in rank order; lengths may differ. Collective."""
-        with self._calls.inside():
+        with self.calls.inside():
             self._synchronize("exchange")
             return self._gather(payload)
 
@@ -180,7 +181,7 @@ class RankComm:
         """
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
-        with self._calls.inside():
+        with self.calls.inside():
             self._synchronize("broadcast")
             data = payload if self.rank == 0 and payload is not None else b""
             length = torch.tensor([len(data)], dtype=torch.int64)
@@ -199,7 +200,7 @@ class RankComm:
         foreign exception becomes a RemoteError. Of several errors the one of the lowest rank is
         raised. `look` is called periodically during a long wait, and must not raise. Collective.
         """
-        with self._calls.inside():
+        with self.calls.inside():
             self._synchronize("agree" if error is None else "failed agree", error, look)
 
     def together(self, make: Callable[[], T]) -> T:
@@ -216,7 +217,7 @@ class RankComm:
         """Report alive to ranks that have noticed a loss. For waits outside of these calls."""
         if self.size == 1:
             return
-        with self._calls.inside(), suppress(RuntimeError):
+        with self.calls.inside(), suppress(RuntimeError):
             if self.is_losing():
                 self._rendezvous.report_alive()
 
@@ -313,11 +314,18 @@ class RankComm:
             except RuntimeError as exc:
                 if completed:
                     return exc.with_traceback(None)
-                self._calls.check()
+                self._check_exit()
                 if look is not None:
                     look()
             else:
                 return None
+
+    def _check_exit(self) -> None:
+        try:
+            self.calls.check()
+        except TransferCancelled:
+            never_destroy(self._group)  # it would wait for the other ranks
+            raise
 
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
         """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
@@ -342,7 +350,7 @@ class SingleRank(RankComm):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = self.process_group = self._group = self._broken = None
-        self._calls = TorchCalls()
+        self.calls = TorchCalls()
 
     def _synchronize(
         self,

@@ -395,12 +395,13 @@ class UpdateTransaction:
         except Exception:  # a user's transport may name its path by anything
             logger.debug("the fleet could not be described", exc_info=True)
         else:
-            self._described = {members[0] for members in workers.values()}
+            told = (next(filter(self._members.count, each), None) for each in workers.values())
+            self._described = {member for member in told if member is not None}
 
     def _described_server(self, name: str, workers: Sequence[Member]) -> FleetServer:
         loads = [self.replies[m].seconds.get("load", 0.0) for m in workers if m in self.replies]
         errors = [self.failed[member] for member in workers if member in self.failed]
-        apart = self._members.count(workers[0]) == 0
+        apart = not any(map(self._members.count, workers))
         return FleetServer(
             target=_clipped(name),
             workers=len(workers),

@@ -69,6 +69,11 @@ class Senders:
         alive = any(self.alive(sender) for sender in list(self._owned))
         return replace(self._owner, alive=alive) if self._owner else None
 
+    @property
+    def owner_name(self) -> str | None:
+        """The name of the last owner; asks no engine whether it lives."""
+        return self._owner.name if self._owner else None
+
     def open(self, info: InitInfo) -> Manifest:
         """Open an engine for a sender, close its previous one, and return the sender's manifest.
 

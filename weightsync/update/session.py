@@ -448,11 +448,10 @@ class ReceiverSession:
                     self.senders.finish_update()
 
     def _fleet_record(self, request: FinishRequest) -> FleetRecord | None:
-        owner = self.senders.owner
-        if request.fleet is None or owner is None:
+        sender, version = self.senders.owner_name, self.lifecycle.version
+        if request.fleet is None or sender is None:
             return None
-        version = self.lifecycle.version
-        return FleetRecord(sender=owner.name, version=version, servers=request.fleet)
+        return FleetRecord(sender=sender, version=version, servers=request.fleet)
 
     def _commit(self, incoming: IncomingUpdate, request: FinishRequest) -> State:
         """Swap in the new weights while no reader is active, and return the state afterwards.
