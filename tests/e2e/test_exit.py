@@ -78,13 +78,7 @@ if stops:
     os.kill(pid, signal.SIGSTOP)
 print("leaves", sending.is_alive(), flush=True)
 """
-AGAIN = """
-import contextlib, sys, threading, time
-import torch
-import weightsync as ws
-
-model = {"w": torch.zeros(1 << 20), "half": torch.zeros(1 << 20, dtype=torch.bfloat16)}
-sender = ws.connect(model, to=sys.argv[1], dtype="float32")
+SENDING_AGAIN = """
 sent = threading.Event()
 
 def send():
@@ -95,8 +89,17 @@ def send():
 
 threading.Thread(target=send, daemon=True).start()
 assert sent.wait(60)
-time.sleep(float(sys.argv[2]))
+time.sleep(float(sys.argv[-1]))
 print("leaves", flush=True)
+"""
+"""The end of a program: a daemon thread sends again and again; the last argument is a moment."""
+AGAIN = """
+import contextlib, sys, threading, time
+import torch
+import weightsync as ws
+
+model = {"w": torch.zeros(1 << 20), "half": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+sender = ws.connect(model, to=sys.argv[1], dtype="float32")
 """
 WITHIN = """
 import contextlib, sys, threading, time
@@ -111,21 +114,9 @@ def hook(pairs):
         kept[name] = tensor.clone()
 
 sender = ws.connect(model, to=ws.WeightReceiver(hook, apply="in_place"), dtype="float32")
-sent = threading.Event()
-
-def send():
-    with contextlib.suppress(ws.WeightSyncError):
-        while True:
-            sender.send_weights()
-            sent.set()
-
-threading.Thread(target=send, daemon=True).start()
-assert sent.wait(60)
-time.sleep(float(sys.argv[1]))
-print("leaves", flush=True)
 """
 RANK = """
-import contextlib, sys, threading
+import contextlib, sys, threading, time
 import torch
 import torch.distributed as dist
 import weightsync as ws
@@ -134,17 +125,6 @@ rank, store, url = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 model = {"w": torch.zeros(1 << 20), "half": torch.zeros(1 << 20, dtype=torch.bfloat16)}
 sender = ws.connect(model, to=url, dtype="float32")
-sent = threading.Event()
-
-def send():
-    with contextlib.suppress(ws.WeightSyncError):
-        while True:
-            sender.send_weights()
-            sent.set()
-
-threading.Thread(target=send, daemon=True).start()
-assert sent.wait(60)
-print("leaves", flush=True)
 """
 WAITING = """
 import atexit, contextlib, sys, threading, time
@@ -342,7 +322,7 @@ def test_a_thread_that_sends_again_and_again() -> None:
         receiver = host.receiver("http", sink="hook", apply="in_place")
         for moment in range(4):
             done = subprocess.run(
-                [sys.executable, "-c", AGAIN, receiver.url, str(0.01 * moment)],
+                [sys.executable, "-c", AGAIN + SENDING_AGAIN, receiver.url, str(0.01 * moment)],
                 timeout=processes.WAIT_S,
                 capture_output=True,
                 text=True,
@@ -354,7 +334,7 @@ def test_a_thread_that_sends_again_and_again() -> None:
 def test_a_sender_and_its_receiver_in_one_process() -> None:
     for moment in range(6):
         done = subprocess.run(
-            [sys.executable, "-c", WITHIN, str(0.01 * moment)],
+            [sys.executable, "-c", WITHIN + SENDING_AGAIN, str(0.01 * moment)],
             timeout=processes.WAIT_S,
             capture_output=True,
             text=True,
@@ -368,9 +348,10 @@ def test_two_ranks_that_send_again_and_again(tmp_path: Path) -> None:
         receiver = host.receiver("http", sink="hook", apply="in_place")
         for number in range(3):
             with ExitStack() as stack:
-                arguments = [str(tmp_path / str(number)), receiver.url]
+                arguments = [str(tmp_path / str(number)), receiver.url, "0"]
                 ranks = [
-                    stack.enter_context(program(RANK, str(rank), *arguments)) for rank in range(2)
+                    stack.enter_context(program(RANK + SENDING_AGAIN, str(rank), *arguments))
+                    for rank in range(2)
                 ]
                 ended = [rank.communicate(timeout=processes.WAIT_S) for rank in ranks]
             assert [rank.returncode for rank in ranks] == [0, 0], ended

@@ -395,13 +395,14 @@ class UpdateTransaction:
         except Exception:  # a user's transport may name its path by anything
             logger.debug("the fleet could not be described", exc_info=True)
         else:
-            told = (next(filter(self._members.count, each), None) for each in workers.values())
+            ours = set(self._members)
+            told = (next(filter(ours.__contains__, each), None) for each in workers.values())
             self._described = {member for member in told if member is not None}
 
     def _described_server(self, name: str, workers: Sequence[Member]) -> FleetServer:
         loads = [self.replies[m].seconds.get("load", 0.0) for m in workers if m in self.replies]
         errors = [self.failed[member] for member in workers if member in self.failed]
-        apart = not any(map(self._members.count, workers))
+        apart = set(self._members).isdisjoint(workers)
         return FleetServer(
             target=_clipped(name),
             workers=len(workers),

@@ -139,7 +139,7 @@ def within(bound_s: float, work: Callable[[], Any]) -> Any:
 
 @dataclass
 class Address:
-    """What the process of a trainer needs of a server."""
+    """The facts about a server that the process of a trainer is given."""
 
     url: str
 
