@@ -6,6 +6,7 @@ import re
 import sys
 from fractions import Fraction
 from numbers import Real
+from typing import Any, get_args
 
 import torch
 
@@ -74,6 +75,23 @@ def as_seconds(name: str, value: object, *, or_zero: bool = False) -> float:
             f"{_shown(value)}"
         )
     return seconds
+
+
+def as_choice(name: str, value: object, choices: Any) -> None:
+    """Raise ConfigError unless `value` is one of a Literal's `choices`."""
+    known = get_args(choices)
+    if value not in known:
+        listed = f"{', '.join(known[:-1])} or {known[-1]}"
+        raise ConfigError(f"{name} must be {listed}, not {_shown(value)}")
+
+
+def as_share(name: str, value: object) -> float:
+    """Return a number from 0 to 1."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    share = float(value) if is_number else -1.0  # type: ignore[arg-type]  # a number
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{name} is a share, from 0 to 1, not {_shown(value)}")
+    return share
 
 
 def as_flag(name: str, value: object, *, optional: bool = False) -> bool | None:

@@ -7,6 +7,7 @@ WeightSyncError
 +- ProtocolError              the two sides disagree
 |  +- ManifestMismatchError   .missing .unexpected .mismatched
 |  +- StaleVersionError       .held .offered
+|  +- DeltaError              a delta cannot be made or applied: send the whole model
 |  +- UnknownSenderError      the receiver does not know this sender: init again
 |  +- SenderConflictError     .owner .since: the receiver belongs to another living sender
 |  |  +- SenderReplacedError  another sender has taken the receiver from this one
@@ -181,6 +182,10 @@ class StaleVersionError(ProtocolError):
             "leave version out to follow the receiver, or use send_weights(rewind=True) after "
             "resuming from an older checkpoint"
         )
+
+
+class DeltaError(ProtocolError):
+    """A delta cannot be made, or the receiver does not hold its base. Send the whole model."""
 
 
 class UnknownSenderError(ProtocolError):

@@ -226,6 +226,7 @@ class WeightReceiver:
                 busy=busy,
                 orphaned=orphaned,
                 paused=self.paused,
+                takes_deltas=session.load_targets.takes_deltas,
                 detail=lifecycle.refusal,
                 device_keys=session.senders.keys,
                 shared_memory=usage,

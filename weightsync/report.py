@@ -33,6 +33,23 @@ class _FormerNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaReport:
+    """Report of an update on deltas: `sent` as one, or whole, for this `reason`.
+
+    `lines` is the number of 64-byte lines in which the weights changed since the oldest version
+    that a receiver held, `share` their share of all lines. `nbytes` are the bytes of the delta, and
+    `saved_nbytes` how many fewer than those of the model.
+    """
+
+    sent: bool = False
+    reason: str = ""
+    lines: int = 0
+    share: float = 0.0
+    nbytes: int = 0
+    saved_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverReport(_FormerNames):
     """Report of one receiver on an update; the fields have the meaning of SyncReport's."""
 
@@ -63,6 +80,7 @@ class SyncReport(_FormerNames):
     - `connect_seconds`: time to connect by phase, if this update connected.
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
+    - `delta`: whether only changed lines were sent, and what that saved; None where it is off.
     """
 
     version: int
@@ -86,6 +104,7 @@ class SyncReport(_FormerNames):
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: str = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
+    delta: DeltaReport | None = None
 
     @property
     def gbps(self) -> float:
@@ -129,4 +148,10 @@ class SyncReport(_FormerNames):
         skipped = "".join(f"; skipped {path}: {why}" for path, why in self.skipped_paths.items())
         found = shorten(self.not_finite)
         not_finite = f"; NaN or infinity in {found}" if found else ""
-        return rolled + dropped + skipped + not_finite
+        return self._delta + rolled + dropped + skipped + not_finite
+
+    @property
+    def _delta(self) -> str:
+        if self.delta is None or not self.delta.sent:
+            return ""
+        return f"; a delta of {self.delta.nbytes / 1e6:.1f} MB, {self.delta.share:.2%} of the lines"

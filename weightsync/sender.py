@@ -16,13 +16,22 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, get_args
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightsync.arguments import Dtype, as_count, as_dtype, as_flag, as_nbytes, as_seconds
+from weightsync.arguments import (
+    Dtype,
+    as_choice,
+    as_count,
+    as_dtype,
+    as_flag,
+    as_nbytes,
+    as_seconds,
+    as_share,
+)
 from weightsync.backends.base import Backend, TransferOptions
 from weightsync.backends.registry import BackendChoice, adjusted, choose_backends
 from weightsync.errors import (
@@ -53,10 +62,12 @@ from weightsync.transports.base import Transport
 from weightsync.transports.calls import exiting
 from weightsync.transports.factory import Target, Targets, TransportFactory
 from weightsync.update.coordinator import Coordinator, OnFailure
+from weightsync.update.deltas import DeltaChoice, why_never
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
 from weightsync.weights.finite import CheckFinite
+from weightsync.weights.lines import warm_up
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties
 from weightsync.wire.messages import SharedMemoryUsage
@@ -94,6 +105,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     progress: Shown = False,
     takeover: bool = False,
     yields: bool = False,
+    delta: DeltaChoice = "auto",
+    scrub: float = 1 / 64,
 ) -> WeightSender:
     """Return a sender of `source` to every receiver in `to`. Allocates all large memory now.
 
@@ -129,6 +142,10 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     - `takeover`: takes receivers from another living sender, whose next call raises
       SenderReplacedError.
     - `yields`: lets any sender take this one's receivers between updates.
+    - `delta`: `auto` sends only the 64-byte lines that changed, where that is faster; `always` also
+      where it is not, `off` never. It keeps an eighth of the model's bytes on every sending rank.
+    - `scrub`: the share of the model that receivers read back with each delta, in turn, besides
+      the lines that changed.
 
     Under torch.distributed every rank of `process_group` calls this, and then every method of the
     sender in the same order. Only rank 0 sends messages to the receivers.
@@ -141,10 +158,10 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     timeout_s = as_seconds("timeout_s", timeout_s)
     wait_s = as_seconds("wait_s", wait_s, or_zero=True)
     as_flag("verify", verify)
-    if on_failure not in ("abort", "drop"):
-        raise ConfigError(f"on_failure must be abort or drop, not {on_failure!r}")
-    if check_finite not in get_args(CheckFinite):
-        raise ConfigError(f"check_finite must be off, warn or raise, not {check_finite!r}")
+    scrub = as_share("scrub", scrub)
+    as_choice("on_failure", on_failure, OnFailure)
+    as_choice("delta", delta, DeltaChoice)
+    as_choice("check_finite", check_finite, CheckFinite)
     backends, unusable = choose_backends(backend)
     on_progress = progress_callback(progress)
     cleanup_stale()
@@ -169,6 +186,9 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
 
     def make_worker() -> RankWorker:
         made = as_source(source, dtype=dtype, rename=rename)
+        if not why_never(delta, made.manifest):
+            # Compiled while the paths are opened; the first update waits for it.
+            threading.Thread(target=warm_up, name="weightsync-compile", daemon=True).start()
         return RankWorker(made, options, ranks, backends, check_finite)
 
     def make_coordinator(group: RankGroup) -> Coordinator:
@@ -184,7 +204,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         paths = PathSelector(fleet, options, backends, ordered=ordered, unusable=unusable)
         if on_progress is not None:
             group.observers.append(ProgressObserver(on_progress))
-        return Coordinator(fleet, paths, takeover=takeover)
+        return Coordinator(fleet, paths, takeover=takeover, delta=delta, scrub=scrub)
 
     try:
         group = RankGroup(ranks.together(make_worker), ranks)

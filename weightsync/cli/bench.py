@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.arguments import SIZE_HELP, parse_size
+from weightsync.arguments import SIZE_HELP, as_share, parse_size
 from weightsync.backends.registry import backend_names
 from weightsync.cli.app import require
 from weightsync.cli.bench_broadcast import raw_broadcast
@@ -38,7 +38,7 @@ from weightsync.cli.child import Child
 from weightsync.cli.output import ending, print_json
 from weightsync.cli.terminal import progress_bar
 from weightsync.errors import ConfigError, RemoteError, TransportError
-from weightsync.report import SyncReport
+from weightsync.report import DeltaReport, SyncReport
 from weightsync.sender import WeightSender, connect
 from weightsync.specs import DTYPE_ALIASES, DTYPE_NBYTES
 from weightsync.tensors import TORCH_DTYPES, as_bytes
@@ -46,6 +46,8 @@ from weightsync.transports.tokens import TOKEN_VARIABLE
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 1800.0
+_CATCH_UP_S = 0.2
+"""Seconds that receivers have after a delta, as in a training step, before the next copies."""
 WARMUP_ROUNDS = 2
 """Rounds that are not counted, because the first updates touch memory for the first time."""
 
@@ -66,6 +68,10 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     sink: Annotated[SinkName, typer.Option(help="what receivers load into")] = "module",
     apply: Annotated[ApplyName, typer.Option(help="how receivers apply weights")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="rounds that are counted")] = 7,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="send deltas: the share of the values that change in each round"),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="file to which the figures are also written, as JSON"),
@@ -86,6 +92,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
             sink=sink,
             apply=apply,
             rounds=rounds,
+            delta=None if delta is None else as_share("--delta", delta),
         )
         if out is not None and (out.is_dir() or not out.parent.is_dir()):
             raise ConfigError(f"--out {out} is not a file in a directory that exists")
@@ -167,6 +174,7 @@ class Measured:
             "trainer_cpu_s": statistics.median(self.plain.cpu_seconds),
             "written_nbytes": report.written_nbytes,
             **broadcast,
+            **_delta_figures(self.verified.reports[-1].delta),
             "gbps": self.nbytes / self.plain.median / 1e9,
             "control_nbytes": report.control_nbytes,
             "control_messages": report.control_messages,
@@ -189,6 +197,17 @@ class Measured:
                 "verified": self.verified.seconds,
             },
         }
+
+
+def _delta_figures(delta: DeltaReport | None) -> dict[str, object]:
+    if delta is None:
+        return {}
+    return {
+        "delta": delta.sent,
+        "delta_nbytes": delta.nbytes,
+        "delta_share": delta.share,
+        "delta_reason": delta.reason,
+    }
 
 
 def make_table(measured: Measured) -> Table:
@@ -251,12 +270,13 @@ def measure(setup: BenchSetup, advance: Callable[[], None]) -> Measured:
                 backend=setup.backend,
                 # The backend "gloo" always packs, and refuses packed=False.
                 packed=setup.packed or None if raw else setup.packed,
+                delta="off" if setup.delta is None else "auto",
             )
         )
         for number in range(WARMUP_ROUNDS + setup.rounds):
             if number in (0, WARMUP_ROUNDS):
                 measured = Measured(setup, nbytes, len(shapes), sender.connect_seconds)
-            _round(sender, model, copied, measured)
+            _round(sender, model, copied, measured, torch.Generator().manual_seed(number))
             if raw is not None:
                 measured.broadcast.seconds.append(raw())
             advance()
@@ -264,22 +284,38 @@ def measure(setup: BenchSetup, advance: Callable[[], None]) -> Measured:
 
 
 def _round(
-    sender: WeightSender, model: torch.nn.Module, copied: list[torch.Tensor], measured: Measured
+    sender: WeightSender,
+    model: torch.nn.Module,
+    copied: list[torch.Tensor],
+    measured: Measured,
+    random: torch.Generator,
 ) -> None:
-    parameters = list(model.parameters())
+    parameters, share = list(model.parameters()), measured.setup.delta
+    if share is not None:
+        time.sleep(_CATCH_UP_S)
     started = time.perf_counter()
     for target, source in zip(copied, parameters, strict=True):
         target.copy_(source)
     measured.memcpy.seconds.append(time.perf_counter() - started)
     for series in (measured.plain, measured.verified):
-        for parameter in parameters[:: max(1, len(parameters) // 16)]:
-            as_bytes(parameter)[0] ^= 1
+        if share is None:
+            for parameter in parameters[:: max(1, len(parameters) // 16)]:
+                as_bytes(parameter)[0] ^= 1
+        else:
+            for parameter in parameters:
+                _change(parameter, share, random)
         sender.verify = series is measured.verified
         cpu, started = time.process_time(), time.perf_counter()
         report = sender.send_weights()
         series.cpu_seconds.append(time.process_time() - cpu)
         series.seconds.append(time.perf_counter() - started)
         series.reports.append(report)
+
+
+def _change(parameter: torch.Tensor, share: float, random: torch.Generator) -> None:
+    """Flip the lowest bit of a share of the values, at random places."""
+    values = as_bytes(parameter).view(parameter.numel(), -1)
+    values[torch.randint(len(values), (round(share * len(values)),), generator=random), 0] ^= 1
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
     sink: SinkName
     apply: ApplyName
     rounds: int
+    delta: float | None = None
 
 
 def shapes_of(setup: BenchSetup) -> list[Shape]:

@@ -8,6 +8,7 @@ import msgspec
 
 from weightsync.backends.base import Reader, Replies, Round
 from weightsync.report import SyncReport
+from weightsync.wire.messages import DeltaTerms
 from weightsync.wire.offers import ManifestMessage
 from weightsync.wire.problem import Problem
 
@@ -46,12 +47,33 @@ class TakeSnapshot(Command, frozen=True, kw_only=True):
     """Copy the source's tensors. The copy is sent from now on, and every engine opened anew."""
 
 
+class EstimateChanges(Command, frozen=True, kw_only=True):
+    """Return about how many lines of the source have changed since the oldest of these weights."""
+
+    bases: list[str]
+
+
+class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What an update does about deltas: it sends the weights `weights_id`.
+
+    With `bases`, as a delta that can be applied to any of these weights, of about `expected` lines;
+    receivers read the lines of `scrub` back, by the first and their number. Without, the source's
+    lines are only recorded, for later deltas.
+    """
+
+    weights_id: str
+    bases: list[str] = []
+    expected: int = 0
+    scrub: tuple[int, int] = (0, 0)
+
+
 class Begin(Command, frozen=True, kw_only=True):
     """Start an update of these readers. With `pairs`, of other tensors than the model's."""
 
     readers: ReadersByRank
     verify: bool
     pairs: bool = False
+    delta: DeltaTask | None = None
 
 
 class Transfer(Command, frozen=True, kw_only=True):
@@ -89,6 +111,7 @@ AnyCommand = (
     | Connect
     | CheckMoved
     | TakeSnapshot
+    | EstimateChanges
     | Begin
     | Transfer
     | KeepAlive
@@ -104,7 +127,9 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `round` has the next messages of a handshake, `excused` the failed readers that are not to
     blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
     backend, and by reader where each reader gets its own. `changed` names tensors of the source
-    that changed during the transfer, `not_finite` those that hold NaN or infinity.
+    that changed during the transfer, `not_finite` those that hold NaN or infinity. `knows_changes`
+    answers EstimateChanges, None on a rank without receivers. `delta` has the terms of a delta,
+    `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets.
     """
 
     problem: Problem | None = None
@@ -120,6 +145,10 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     written_nbytes: int = 0
     changed: list[str] = []
     not_finite: list[str] = []
+    knows_changes: bool | None = None
+    delta: DeltaTerms | None = None
+    delta_lines: int = 0
+    delta_nbytes: int = 0
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

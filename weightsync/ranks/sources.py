@@ -20,6 +20,7 @@ from weightsync.ranks.comm import (
 )
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
+from weightsync.weights.delta import ChangeLog
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.finite import CheckFinite, not_finite
 from weightsync.weights.shards import gather
@@ -271,6 +272,7 @@ class SourceOfUpdate:
         self._fingerprints: list[int] = []
         self._passes = 0
         self._differ: list[str] = []
+        self._recorded: tuple[ChangeLog, str] | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -286,7 +288,14 @@ class SourceOfUpdate:
     def tensors(self) -> Iterator[Pair]:
         """Yield the tensors of the source. Raises VerificationError as `look` does."""
         pairs = self._compared() if self._compares else self._source.tensors()
+        if self._recorded is not None:
+            (changes, weights_id), self._recorded = self._recorded, None
+            pairs = changes.recorded(weights_id, pairs)
         return self._looked_at(pairs) if self.is_made and self._check_finite != "off" else pairs
+
+    def record(self, changes: ChangeLog, weights_id: str) -> None:
+        """Record the lines of the tensors as the next pass yields them."""
+        self._recorded = changes, weights_id
 
     def look(self, pairs: Iterable[Pair]) -> None:
         """Note which of `pairs` hold NaN or infinity; raise VerificationError where it is asked.
@@ -324,6 +333,7 @@ class SourceOfUpdate:
         self._stable = None
         self._compares = passes > 1
         self._fingerprints, self._passes, self._differ = [], 0, []
+        self._recorded = None
         self.not_finite = []
 
     def drain(self, check: Callable[[], None]) -> None:

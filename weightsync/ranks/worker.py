@@ -41,7 +41,9 @@ from weightsync.ranks.commands import (
     CheckMoved,
     CommandResult,
     Connect,
+    DeltaTask,
     End,
+    EstimateChanges,
     KeepAlive,
     Open,
     RankInfo,
@@ -60,13 +62,18 @@ from weightsync.ranks.sources import (
     source_device,
 )
 from weightsync.shm.wait import Heartbeat
+from weightsync.weights.delta import ChangeLog, DeltaSource
 from weightsync.weights.finite import CheckFinite
+from weightsync.weights.layout import StreamLayout
 from weightsync.weights.shards import gather
 from weightsync.weights.source import DescribedSource, NamedTensors, Snapshot, WeightSource
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 
 logger = logging.getLogger(__name__)
+
+LINES_DIGEST = "lines"
+"""The key of the source's fingerprint among the digests of an update, beside the backends'."""
 
 
 class RankWorker:
@@ -109,6 +116,10 @@ class RankWorker:
         self._passes: list[str] = []
         self._in_update = False
         self._moves_model = True
+        self._sends_delta = False
+        self._changes: ChangeLog | None = None
+        self._delta: DeltaSource | None = None
+        self._records: DeltaTask | None = None
         self.calls = TorchCalls()
 
     def rank_info(self) -> RankInfo:
@@ -126,7 +137,7 @@ class RankWorker:
         """Return a backend of this sender, or one that these require."""
         return self._backends.get(name) or get_backend(name)
 
-    def do(  # noqa: PLR0911  # one for each command
+    def do(  # noqa: C901, PLR0911  # one for each command
         self, command: AnyCommand, check: Callable[[], None]
     ) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop.
@@ -144,6 +155,8 @@ class RankWorker:
                     return self._check_moved()
                 case TakeSnapshot():
                     return self._take_snapshot()
+                case EstimateChanges():
+                    return self._estimate_changes(command)
                 case Begin():
                     return self._begin(command)
                 case Transfer():
@@ -240,7 +253,8 @@ class RankWorker:
 
     def _extra_nbytes(self) -> int:
         engines: int = sum(_read(engine, "extra_nbytes", int) for engine in self.engines.values())
-        return engines + (self._snapshot.nbytes if self._snapshot else 0)
+        changes = self._changes.nbytes if self._changes is not None else 0
+        return engines + changes + (self._snapshot.nbytes if self._snapshot else 0)
 
     def _connect(self, command: Connect) -> CommandResult:
         """Take one step of a handshake, on a rank that has readers in it."""
@@ -323,9 +337,39 @@ class RankWorker:
             self._snapshot.drop()
             self.source.refresh()
 
+    def _estimate_changes(self, command: EstimateChanges) -> CommandResult:
+        """Return about how many lines changed; nothing on a rank that no receiver reads."""
+        if not self.engines:
+            return CommandResult()
+        changes = self._changes
+        stable = None if self.source.is_made else self.source.stable_tensors()
+        found = None if changes is None else changes.estimate(stable, command.bases)
+        return CommandResult(knows_changes=found is not None, delta_lines=found or 0)
+
+    def _begin_delta(self, task: DeltaTask | None) -> None:
+        """Prepare what an update does about deltas, on a rank that has readers."""
+        self._delta, self._records = None, None
+        if task is None or not self.reading:
+            return
+        if self._changes is None:
+            self._changes = ChangeLog(StreamLayout(self.source.manifest))
+        if not task.bases:
+            self._records = task
+            return
+        self._delta = DeltaSource(
+            self._changes,
+            self.source,
+            task.weights_id,
+            task.bases,
+            task.expected,
+            scrub=task.scrub,
+        )
+
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.reading = self._readers_of(command.readers)
+        self._sends_delta = command.delta is not None and bool(command.delta.bases)
+        self._begin_delta(command.delta)
         self._passes = [name for name in command.readers if not self.backend(name).requires]
         self._moves_model = not command.pairs
         self._in_update = True
@@ -339,26 +383,35 @@ class RankWorker:
                 self.source.look(pairs)
             elif self.reading and self._check_finite == "raise":
                 self.source.look_at_stable()  # before a receiver in place reads it
-            source: WeightSource = self.source
-            if pairs is not None:
-                source = Subset([(name, gather(tensor)) for name, tensor in pairs])
+            source = self._source_of_update(pairs)
             for name in self._in_order():
                 readers = self.reading.get(name)
                 if readers:
-                    payload = self.engines[name].begin(
-                        readers, verify=command.verify, source=source
-                    )
+                    # A delta is verified as a whole, by the fingerprint of the model.
+                    verify = command.verify and self._delta is None
+                    payload = self.engines[name].begin(readers, verify=verify, source=source)
                     updates[name] = _checked_payload(name, payload, readers)
                 elif self._gathers_in(name, packed=False):
                     self.source.drain(self._check_all)
         manifest = None
         if pairs is not None and updates:
             manifest = manifest_to_wire(manifest_of(pairs))
+        elif self._delta is not None and updates:
+            manifest = manifest_to_wire(self._delta.manifest)
         return CommandResult(
             updates=updates,
             manifest=manifest,
+            delta=self._delta.terms if self._delta is not None else None,
             packed={name: self.engines[name].packed for name in updates},
         )
+
+    def _source_of_update(self, pairs: list[Pair] | None) -> WeightSource:
+        """Return the source of other tensors, of a delta, or of the model."""
+        if pairs is not None:
+            return Subset([(name, gather(tensor)) for name, tensor in pairs])
+        if self._records is not None and self._changes is not None and self.source.is_made:
+            self.source.record(self._changes, self._records.weights_id)
+        return self.source if self._delta is None else self._delta
 
     def _transfer(self) -> CommandResult:
         """Transfer every byte. If it fails on any rank, the engines release waiting readers."""
@@ -366,6 +419,7 @@ class RankWorker:
             try:
                 if self.reading and self._moves_model and self._check_finite == "warn":
                     self.source.look_at_stable()  # while the receivers read
+                self._record_stable()
                 for name in self._in_order():
                     if name in self.reading:
                         self.engines[name].transfer(self._check_all)
@@ -379,6 +433,17 @@ class RankWorker:
                         logger.exception("backend %s: cancel() failed", name)
                 raise
         return CommandResult()
+
+    def _record_stable(self) -> None:
+        """Record the lines of stable tensors while the receivers read them."""
+        task, changes = self._records, self._changes
+        if task is None or changes is None or self.source.is_made:
+            return
+        stable = self.source.stable_tensors() or ()
+        specs = self.source.manifest.specs
+        changes.record(
+            task.weights_id, [(spec.name, t) for spec, t in zip(specs, stable, strict=True)]
+        )
 
     def _keep_alive(self, command: KeepAlive) -> CommandResult:
         """Return the liveness counters of this rank's readers."""
@@ -405,12 +470,19 @@ class RankWorker:
                 stack.callback(_named, engine, "end")
         not_finite = self.source.not_finite
         self.source.refresh()
+        digests = {
+            name: _read(self.engines[name], "table_digest", str | None) for name in self.reading
+        }
+        delta, self._delta = self._delta, None
+        if (delta is not None or self._records is not None) and self._changes is not None:
+            digests[LINES_DIGEST] = self._changes.fingerprint
+        self._records = None
         return CommandResult(
             changed=changed,
             not_finite=not_finite,
-            digests={
-                name: _read(self.engines[name], "table_digest", str | None) for name in self.reading
-            },
+            digests=digests,
+            delta_lines=0 if delta is None else delta.written_lines,
+            delta_nbytes=0 if delta is None else delta.manifest.nbytes,
             extra_nbytes=self._extra_nbytes(),
             written_nbytes=sum(_read(engine, "written_nbytes", int) for engine in engines),
         )
@@ -458,6 +530,7 @@ class RankWorker:
     def _gathers_in(self, name: str, *, packed: bool) -> bool:
         """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
         in_place = self.backend(name).reads_in_place and self._packed is False
+        in_place = in_place and not self._sends_delta
         takes_part = name in self._passes and self.source.is_made and self._moves_model
         return takes_part and in_place != packed
 

@@ -14,11 +14,18 @@ from typing import Literal
 from msgspec.structs import replace
 
 from weightsync.arguments import as_label
-from weightsync.errors import ConfigError, StaleVersionError, WeightSyncError
-from weightsync.ranks.commands import CheckMoved
+from weightsync.errors import (
+    ConfigError,
+    DeltaError,
+    StaleVersionError,
+    VerificationError,
+    WeightSyncError,
+)
+from weightsync.ranks.commands import CheckMoved, DeltaTask
 from weightsync.report import SyncReport
 from weightsync.specs import MAX_VERSION
 from weightsync.transports.base import Transport
+from weightsync.update.deltas import DeltaChoice, DeltaPlanner
 from weightsync.update.fleet import Fleet, Member, WorldSizeChangedError, names
 from weightsync.update.lifecycle import version_after
 from weightsync.update.membership import Membership
@@ -41,8 +48,17 @@ class Coordinator:
     the weights that arrive. `last_report` is the report of the current call of the user.
     """
 
-    def __init__(self, fleet: Fleet, paths: PathSelector, *, takeover: bool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        paths: PathSelector,
+        *,
+        takeover: bool,
+        delta: DeltaChoice = "off",
+        scrub: float = 0.0,
+    ) -> None:
         self.fleet = fleet
+        self.deltas = DeltaPlanner(fleet.group, delta, scrub)
         self.paths = paths
         self.membership = Membership(fleet, paths, takeover=takeover)
         self.verify = True
@@ -213,15 +229,19 @@ class Coordinator:
                 manifest_digest=self._group.manifest.digest,
             )
             update = self._update([m for m in self.fleet.members if m not in without])
+            delta = self._delta_task(weights_id, update, tries)
             try:
-                update.send_whole(terms)
+                update.send_whole(terms, delta=delta)
             except WeightSyncError as exc:
                 dirty = dirty or update.dirty
+                if update.is_delta:
+                    self.deltas.failed(exc)
                 reconnected = self.membership.reconnect(update.failed)
                 ahead = version is None and isinstance(exc, StaleVersionError)
                 if self._group.worker.stop.is_set():
                     raise
-                if (reconnected or ahead) and tries < _TRIES:
+                whole_helps = update.is_delta and _is_of_a_delta(exc, update.failed)
+                if (reconnected or ahead or whole_helps) and tries < _TRIES:
                     tries += 1
                     continue
                 without.update(update.failed)
@@ -241,6 +261,14 @@ class Coordinator:
                 update.failed.update(without)
                 update.rule = "roll-forward" if dirty else update.rule
                 return update, terms
+
+    def _delta_task(
+        self, weights_id: str, update: UpdateTransaction, tries: int
+    ) -> DeltaTask | None:
+        """Return what an update does about deltas: after a failure it sends the whole model."""
+        if tries > 1:
+            return self.deltas.repeat(weights_id)
+        return self.deltas.task(weights_id, update.members)
 
     def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:
         """Return the version to send, and whether it is a rewind, as after MAX_VERSION."""
@@ -310,9 +338,18 @@ class Coordinator:
         dropped, self.membership.dropped = self.membership.dropped, {}
         report = update.report(version, label, before)
         self.last_report = dataclasses.replace(
-            report, connect_seconds=connect_seconds, dropped=dropped
+            report,
+            connect_seconds=connect_seconds,
+            dropped=dropped,
+            delta=self.deltas.report(update.results),
         )
         return self.last_report
+
+
+def _is_of_a_delta(error: WeightSyncError, failed: Mapping[Member, WeightSyncError]) -> bool:
+    """Whether the whole model may arrive where a delta failed: its base or its result was wrong."""
+    refused = any(isinstance(e, DeltaError | VerificationError) for e in failed.values())
+    return isinstance(error, DeltaError) or refused
 
 
 def _partial_failure(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:

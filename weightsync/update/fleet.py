@@ -89,7 +89,8 @@ class Member:
 
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
-    finish request.
+    finish request. `delta_base` is the id of the weights that the receiver holds, as far as a delta
+    can be applied to them.
     """
 
     transport: Transport
@@ -107,6 +108,7 @@ class Member:
     unfinished: FinishRequest | None = None
     unaborted: str | None = None
     last_finish_sent: str | None = None
+    delta_base: str | None = None
 
     @property
     def target(self) -> str:

@@ -20,6 +20,7 @@ from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import StreamLayout
+from weightsync.weights.lines import LineMemory
 from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink
 from weightsync.wire.messages import StepReply
 
@@ -184,6 +185,7 @@ class LoadTargets:
         self._sink = sink
         self._choice = choice
         self._whole: tuple[str, LoadTarget] | None = None
+        self._layout: StreamLayout | None = None
         self._subsets: OrderedDict[str, LoadTarget] = OrderedDict()
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
@@ -208,6 +210,28 @@ class LoadTargets:
             self._subsets.move_to_end(digest)
         return self._subsets.get(digest)
 
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether the load target of the whole model can hold a base for deltas."""
+        return self._whole is not None and self._whole[1].takes_deltas
+
+    def catch_up(self) -> None:
+        """Prepare memory for a delta of the whole model, which `of_delta` would do otherwise."""
+        whole, layout = self._whole, self._layout
+        if whole is not None and layout is not None and whole[1].takes_deltas:
+            whole[1].catch_up(layout)
+
+    def of_delta(self, digest: str) -> tuple[LoadTarget, StreamLayout, LineMemory] | None:
+        """Return the load target of a whole model by its manifest's digest, if it has a base.
+
+        With it come its layout, and its memory, which holds the weights in use.
+        """
+        whole, layout = self._whole, self._layout
+        if whole is None or layout is None or whole[0] != digest or not whole[1].takes_deltas:
+            return None
+        memory = whole[1].catch_up(layout)
+        return None if memory is None else (whole[1], layout, memory)
+
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout; open it where there is none.
 
@@ -228,7 +252,7 @@ class LoadTargets:
             self.apply = "in_place"
             load_target = self._sink.open_target(layout, self.apply)
         if whole:
-            self._whole = (digest, load_target)
+            self._whole, self._layout = (digest, load_target), layout
         else:
             self._subsets[digest] = load_target
             while len(self._subsets) > _KEPT_SUBSETS:

@@ -25,7 +25,14 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.ranks.commands import Begin, CommandResult, End, ReadersByRank, Transfer
+from weightsync.ranks.commands import (
+    Begin,
+    CommandResult,
+    DeltaTask,
+    End,
+    ReadersByRank,
+    Transfer,
+)
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.update.fleet import (
     Fleet,
@@ -93,6 +100,7 @@ class UpdateTransaction:
         self._begun: list[CommandResult] = []
         self._results: list[CommandResult] = []
         self._whole = False
+        self._delta: DeltaTask | None = None
         self._aborted = False
         self._torn: list[str] = []
         self._servers: list[FleetServer] = []
@@ -106,17 +114,40 @@ class UpdateTransaction:
             self.failed.pop(member, None)
 
     @property
+    def members(self) -> Sequence[Member]:
+        """The members that are updated."""
+        return self._members
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether only what changed is sent."""
+        return self._delta is not None and bool(self._delta.bases)
+
+    @property
+    def results(self) -> Sequence[CommandResult]:
+        """What the ranks said at the end of the transfer."""
+        return self._results
+
+    @property
     def table_digests(self) -> list[Mapping[str, str | None]]:
         """The digests of all sent fingerprints, by rank and by backend."""
         return [result.digests for result in self._results]
 
-    def send_whole(self, terms: StartTerms, *, same_as: LastVersion | None = None) -> None:
+    def send_whole(
+        self,
+        terms: StartTerms,
+        *,
+        same_as: LastVersion | None = None,
+        delta: DeltaTask | None = None,
+    ) -> None:
         """Send the whole model with two messages per receiver: start, load and prepare; finish.
 
-        Raises TransferError where the weights differ from those that `same_as` was sent with.
+        With the bases of a `delta`, what changed of it since then. Raises TransferError where the
+        weights differ from those that `same_as` was sent with.
         """
         try:
             self._whole = True
+            self._delta = delta
             self._transfer(terms=terms, prepare=True)
             if same_as is not None:
                 same_as.check_unchanged(self.table_digests, self._paths.layout)
@@ -165,6 +196,8 @@ class UpdateTransaction:
         self.finishing = True
         self._abort([member for member in self._members if member in self.failed], "it failed here")
         staying = self._staying
+        for member in self._members:
+            member.delta_base = None
         for member in staying:
             member.unfinished = self._finish_request(member)
             member.last_finish_sent = self.update_id
@@ -180,6 +213,8 @@ class UpdateTransaction:
             if not isinstance(answer.error, TransportError | RemoteError):  # the receiver's own
                 answer.member.unfinished = None
         self._note(answers)
+        for member, reply in self.replies.items():
+            member.delta_base = reply.delta_base
         self._seconds["finish"] = time.perf_counter() - started
         if not self._staying:
             raise_first(answers)
@@ -270,7 +305,12 @@ class UpdateTransaction:
         """Send one message to each receiver, and the bytes of the message while they read."""
         started = time.perf_counter()
         members = self._staying
-        begin = Begin(readers=self._readers_by_rank(members), verify=self._verify, pairs=pairs)
+        begin = Begin(
+            readers=self._readers_by_rank(members),
+            verify=self._verify,
+            pairs=pairs,
+            delta=self._delta,
+        )
         epoch = next(_EPOCHS)
 
         def request(member: Member) -> Request:
@@ -300,7 +340,8 @@ class UpdateTransaction:
         self._refuse_changed()
         self._seconds["load"] = time.perf_counter() - started
         self._raise_unless_all(answers)
-        for member in self._staying if self._whole and self._verify else ():
+        compares = self._whole and self._verify and not self.is_delta
+        for member in self._staying if compares else ():
             if self._results[member.rank].digests.get(member.backend) is None:
                 raise ConfigError(
                     f"backend {member.backend!r}: table_digest is None after a verified transfer"
@@ -359,8 +400,9 @@ class UpdateTransaction:
         return RegisteredUpdate(
             sender=member.sender,
             epoch=epoch,
-            verify=self._verify,
+            verify=self._verify and begun.delta is None,
             manifest=begun.manifest,
+            delta=begun.delta,
             payload=payload,
             registered=True,
         )
@@ -380,6 +422,7 @@ class UpdateTransaction:
             update_id=self.update_id,
             table_digest=digests.get(member.backend),
             fleet=self._servers if member in self._described else None,
+            delta_follows=self._delta is not None,
         )
 
     def _describe_fleet(self) -> None:

@@ -9,12 +9,20 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+
+from msgspec import structs
 
 from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda.events import wait_for
-from weightsync.errors import ProtocolError, TransferError, UpdateConflictError
+from weightsync.errors import (
+    DeltaError,
+    ProtocolError,
+    TransferError,
+    UpdateConflictError,
+)
 from weightsync.interpreter_exit import TorchCalls
 from weightsync.profiling import scope
 from weightsync.specs import Manifest
@@ -29,10 +37,13 @@ from weightsync.update.lifecycle import (
     new_update_id,
 )
 from weightsync.update.senders import FleetClaims, Senders
+from weightsync.weights.delta import DeltaTarget
 from weightsync.weights.layout import StreamLayout
+from weightsync.weights.lines import warm_up
 from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest
 from weightsync.wire.messages import (
     AbortRequest,
+    DeltaTerms,
     EmptyUpdate,
     FinishRequest,
     OpenUpdate,
@@ -52,6 +63,8 @@ _CHECKS_PER_LEASE = 10
 """How often in the time of a lease the sender is checked for signs of life."""
 _MAX_LEASES = 5
 """Leases without a message from a live sender, whose caller may compute between two messages."""
+_REPLY_S = 0.005
+"""Seconds in which the reply to `finish` leaves this process, before memory is prepared."""
 _WATCH_S = 1.0
 """Seconds between two checks of a sender whose update blocks readers between its messages."""
 
@@ -437,6 +450,8 @@ class ReceiverSession:
                     state = self._commit(incoming, request)
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
+                if self.load_targets.takes_deltas:
+                    reply = structs.replace(reply, delta_base=self.lifecycle.weights_id)
                 duration_s = time.perf_counter() - incoming.started
                 fleet = self._fleet_record(request)
                 self.table.committed(reply, self.lifecycle.label, duration_s, fleet)
@@ -446,6 +461,23 @@ class ReceiverSession:
                     if self.gate.held:
                         self.gate.release()
                     self.senders.finish_update()
+                    if request.delta_follows and self.load_targets.takes_deltas:
+                        self._catch_up_soon()
+
+    def _catch_up_soon(self) -> None:
+        """Prepare memory for the next delta in a thread, as a step, when this one has ended."""
+
+        def catch_up() -> None:
+            try:
+                time.sleep(_REPLY_S)
+                warm_up()
+                with self._calls.inside(), self._turn(self._lease_s) as ours:
+                    if ours and self._incoming is None:
+                        self.load_targets.catch_up()
+            except Exception:  # the next delta tries it again, or is refused
+                logger.debug("the memory for a delta could not be prepared", exc_info=True)
+
+        threading.Thread(target=catch_up, name="weightsync-catch-up", daemon=True).start()
 
     def _fleet_record(self, request: FinishRequest) -> FleetRecord | None:
         sender, version = self.senders.owner_name, self.lifecycle.version
@@ -515,12 +547,40 @@ class ReceiverSession:
         self.senders.get(info.sender)
         incoming.sender = info.sender
         offered = self.senders.manifest(info.sender)
+        if info.delta is not None:
+            return self._receive_delta(incoming, info, info.delta)
         if info.manifest is None and offered is not None:
             check_manifest(self.sink, offered, partial=incoming.partial)
         engine = self.senders.start_update(info.sender)
         received = engine.receive_weights(info, context)
         incoming.check_received(received, f"{type(engine).__name__}.receive_weights()", info.verify)
         return received
+
+    def _receive_delta(
+        self, incoming: IncomingUpdate, info: RegisteredUpdate, terms: DeltaTerms
+    ) -> Received:
+        """Apply a delta to the weights in use, or to the memory that is used next.
+
+        Raises DeltaError where these are not the weights that it builds on.
+        """
+        offered, lifecycle = self.senders.manifest(info.sender), self.lifecycle
+        base = None if lifecycle.torn_by else terms.bases.get(lifecycle.weights_id)
+        found = None
+        if offered is not None and base is not None and not incoming.manifests:
+            found = self.load_targets.of_delta(offered.digest)
+        if offered is None or base is None or found is None:
+            raise DeltaError(
+                f"this receiver holds weights {lifecycle.weights_id or '(none of a sender)'} and "
+                f"cannot apply a delta that builds on {', '.join(terms.bases) or 'none'}; "
+                "send the whole model"
+            )
+        load_target, layout, memory = found
+        delta = DeltaTarget(load_target, memory, base)
+        context = self._load_context(incoming)
+        context = replace(context, open_target=lambda _: incoming.use(delta, layout))
+        engine = self.senders.start_update(info.sender)
+        engine.receive_weights(info, context)
+        return Received(offered, [delta.result()], self.sink.verification)
 
     def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
         def open_target(layout: StreamLayout) -> LoadTarget:

@@ -22,7 +22,16 @@ from weightsync.weights.checksums import GOLDEN, MASK, MULTIPLIERS, WORD, settle
 from weightsync.weights.shards import Block, Slice
 from weightsync.wire.messages import TensorPart
 
-__all__ = ["mix64", "mixed_rows", "part_of", "table_digest", "to_hex", "xxh3", "xxh3_parts"]
+__all__ = [
+    "mix64",
+    "mixed_rows",
+    "mixed_words",
+    "part_of",
+    "table_digest",
+    "to_hex",
+    "xxh3",
+    "xxh3_parts",
+]
 
 _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Words mixed at a time: on the host as many as a cache holds, on a GPU enough for a kernel."""
@@ -162,12 +171,17 @@ def _mixed_sum(words: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `words`, each mixed with its position in `keys` (from 1, overwritten)."""
+    """Return the sum of `mixed_words`."""
+    return mixed_words(words, keys).sum()
+
+
+def mixed_words(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return `words`, each mixed with its position in `keys` (from 1, overwritten)."""
     mixed = keys.mul_(_signed(GOLDEN)).add_(words)
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)).mul_(_signed(multiplier))
     mixed ^= _shifted(mixed, 31)
-    return mixed.sum()
+    return mixed
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:

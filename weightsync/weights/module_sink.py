@@ -33,6 +33,7 @@ from weightsync.weights.checksums import to_hex
 from weightsync.weights.copy_plan import Memory, Share
 from weightsync.weights.fingerprint import mix64, part_of
 from weightsync.weights.layout import StreamLayout, aligned
+from weightsync.weights.lines import LineMemory, Marks, new_marks
 from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
 from weightsync.weights.sink import (
     Apply,
@@ -175,6 +176,7 @@ Swap = Literal["auto", "pointer", "copy"]
 """How a commit puts staged weights to use; see ModuleSink."""
 
 _COMPILED = operator.attrgetter("_compiled_call_impl")
+_VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,11 @@ class ModuleSink(WeightSink):
     def tensors(self) -> list[torch.Tensor]:
         """The module's tensors in the manifest's order: of DTensors, the local tensors."""
         self.refresh()
+        return self._held
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The same tensors, as they were at the last `refresh`."""
         return self._held
 
     def refresh(self) -> int:
@@ -555,7 +562,11 @@ class _StagedTarget(_ModuleTarget):
 
 
 class _PointerTarget(_StagedTarget):
-    """Two arenas in turn: the module uses one, the next update is written to the other."""
+    """Two arenas in turn: the module uses one, the next update is written to the other.
+
+    For a delta the spare arena catches up with the one in use: it lacks the lines of the last
+    update, or all of them (`_behind` is None).
+    """
 
     def __init__(
         self, sink: ModuleSink, generation: int, layout: StreamLayout, destinations: Destinations
@@ -566,7 +577,23 @@ class _PointerTarget(_StagedTarget):
         sink.settled()
         self._arenas = [in_use, _Arena(destinations, sink)]
         self._spare = 1
+        self._behind: Marks | None = None
+        self._stamps: list[int] | None = None
         self.peak_extra_nbytes = destinations.nbytes
+        self.takes_deltas = destinations.shares is None
+
+    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
+        in_use, spare = self._arenas[1 - self._spare], self._arenas[self._spare]
+        unchanged = self._stamps is not None and self._stamps == _stamps(self._sink.tensors)
+        if not (self.takes_deltas and self.is_current and unchanged):
+            return None
+        target = LineMemory(layout, spare.memory)
+        if self._behind is None or not spare.is_unused():
+            self._behind = None
+        if self._behind is None or self._behind.any():
+            target.copy_from(LineMemory(layout, in_use.memory), self._behind)
+        self._behind = new_marks(target.lines)
+        return target
 
     def is_unused(self) -> bool:
         """Whether only this target uses the spare arena.
@@ -577,6 +604,7 @@ class _PointerTarget(_StagedTarget):
         return self.is_current and self._arenas[self._spare].is_unused()
 
     def begin(self) -> None:
+        self.written = None
         if not self._arenas[self._spare].has_storage_alone():
             self._arenas[self._spare].take_new_storage()
 
@@ -591,6 +619,12 @@ class _PointerTarget(_StagedTarget):
         self._arenas[self._spare].point()
         self._sink.settled()
         self._spare = 1 - self._spare
+        self._behind = self.written
+        self._stamps = _stamps(self._sink.held)
+
+    def discard(self) -> None:
+        written = self.written
+        self._behind = None if written is None or self._behind is None else self._behind | written
 
 
 class _Arena:
@@ -667,6 +701,14 @@ class _Arena:
                 tensor.copy_(view)
 
 
+def _stamps(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return torch's counts of the writes to these tensors; None where a tensor has none."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return None
+
+
 def _users(tensor: torch.Tensor) -> int:
     """Return `uses` and the number of references to the storage's Python object."""
     return uses(tensor) + sys.getrefcount(tensor.untyped_storage())
@@ -694,7 +736,21 @@ class _CopyTarget(_StagedTarget):
         buffer = arena.allocate(destinations.nbytes, sink.device)
         self.memory = self._arena = destinations.in_arena(buffer)
         self.peak_extra_nbytes = destinations.nbytes
+        self.takes_deltas = destinations.shares is None
+        self._holds_last_update = False
         self.assign(destinations)
+
+    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
+        if not (self.takes_deltas and self._holds_last_update):
+            return None
+        return LineMemory(layout, self._arena)
+
+    def begin(self) -> None:
+        self.written = None
+
+    def discard(self) -> None:
+        if self.written is None or self.written.any():
+            self._holds_last_update = False
 
     def is_unused(self) -> bool:
         """Whether the module was the same at its last inspection; nothing else has this memory."""
@@ -708,6 +764,7 @@ class _CopyTarget(_StagedTarget):
         ]
 
     def commit(self) -> None:
+        self._holds_last_update = True
         if not self._pairs:
             return
         with torch.no_grad():
@@ -737,6 +794,23 @@ class _InPlaceTarget(_ModuleTarget):
             view = from_bytes(parts[-1], spec)
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
         self.memory = Memory(parts, shares=destinations.shares)
+        self.takes_deltas = destinations.shares is None
+        self._stamps: list[int] | None = None
+
+    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
+        known = self._stamps is not None and self._stamps == _stamps(self._sink.tensors)
+        if not (self.takes_deltas and known and self.is_current and self.memory is not None):
+            return None
+        try:
+            return LineMemory(layout, self.memory)
+        except ValueError:  # tensors that are not aligned, and no compiled loops
+            return None
+
+    def begin(self) -> None:
+        self.written = None
+
+    def discard(self) -> None:
+        self._stamps = None
 
     def validate(self) -> None:
         """Copy from the buffers, and to tied tensors; read those copies back.
@@ -753,7 +827,7 @@ class _InPlaceTarget(_ModuleTarget):
             raise VerificationError(names=different)
 
     def commit(self) -> None:
-        pass
+        self._stamps = _stamps(self._sink.held)
 
 
 class ShardedModuleSink(ModuleSink):

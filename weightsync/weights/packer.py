@@ -29,7 +29,7 @@ from weightsync.weights.copy_plan import (
 )
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.fused import Batch, bucket_reader, chunk_batches
-from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice
+from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice, aligned
 from weightsync.weights.source import NamedTensors
 
 Acquire = Callable[[int], int]
@@ -113,6 +113,27 @@ class Packer:
             self._write(j, part, source)
         if j >= 0:
             yield j, self._complete(j, verify=verify, wait=wait)
+
+    def pack_written(
+        self, writers: Iterable[tuple[str, Callable[[torch.Tensor], None]]], acquire: Acquire
+    ) -> Generator[Packed, None, None]:
+        """Pack tensors that are written straight into buckets in host memory, unverified.
+
+        No tensor may be larger than a bucket.
+        """
+        layout = self.layout
+        coming = zip(writers, layout.manifest.specs, layout.offsets, strict=True)
+        for j, chunk in enumerate(layout.chunks):
+            bucket = self._buckets[acquire(j)]
+            self._clear_gaps(j, j % len(self._buckets))
+            at = chunk.start
+            while at < chunk.stop:
+                (_, write), spec, offset = next(coming)
+                write(bucket[offset - chunk.start :][: spec.nbytes])
+                at = offset + aligned(spec.nbytes)
+            yield j, []
+        for _ in coming:
+            pass
 
     def _cut(self, pairs: NamedTensors) -> Iterator[tuple[int, TensorSlice, torch.Tensor]]:
         """Yield the slices of tensors as they come, and the number of the chunk that each is in.

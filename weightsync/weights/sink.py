@@ -15,6 +15,7 @@ from weightsync.tensors import from_bytes
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
 from weightsync.weights.layout import StreamLayout
+from weightsync.weights.lines import LineMemory, Marks, touched
 from weightsync.wire.messages import TensorPart
 
 Apply = Literal["staged", "in_place"]
@@ -37,11 +38,16 @@ class LoadTarget(ABC):
     `memory` has `uint8[nbytes]` for each tensor of the manifest; it is None where the sink takes
     whole tensors through `load`. With `in_place` the bytes change weights in use.
     `peak_extra_nbytes` is the memory that the target keeps beside the model.
+
+    A delta writes to the memory of `catch_up`, where `takes_deltas`. `written` then has the lines
+    that it wrote, from `begin` to `commit` or `discard`; None means all of them.
     """
 
     memory: Memory | None = None
     in_place: bool = False
     peak_extra_nbytes: int = 0
+    takes_deltas: bool = False
+    written: Marks | None = None
 
     def is_unused(self) -> bool:
         """Whether bytes may be written to `memory` without an inspection of the sink before.
@@ -50,6 +56,14 @@ class LoadTarget(ABC):
         known.
         """
         return False
+
+    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
+        """Make the memory of the next update hold the weights in use, and return it for a delta.
+
+        None where that is not possible: the weights in use were changed by other code, or are kept
+        in a form that has no lines of the stream. May be called between updates, to save time.
+        """
+        return None
 
     def begin(self) -> None:
         """Start an update. No weights in use have changed yet."""
@@ -275,12 +289,15 @@ class HookSink(WeightSink):
         )
 
 
-def _check_loaded(manifest: Manifest, loaded: set[str] | None) -> None:
+def _check_loaded(
+    manifest: Manifest, loaded: set[str] | None, names: Iterable[str] | None = None
+) -> None:
     """Raise ManifestMismatchError for names that a hook was given and did not return.
 
-    A hook that returned no names (None), or other names (of fused layers), is not checked.
+    It was given `names`, None: all of the manifest. A hook that returned no names (None), or other
+    names (of fused layers), is not checked.
     """
-    given = {spec.name for spec in manifest.specs}
+    given = {spec.name for spec in manifest.specs} if names is None else set(names)
     skipped = sorted(given - loaded) if loaded is not None else []
     if loaded is not None and skipped and loaded.issubset(manifest.index):
         raise ManifestMismatchError(
@@ -318,7 +335,10 @@ class _HookTarget(LoadTarget):
 
 
 class _StagedHookTarget(LoadTarget):
-    """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones."""
+    """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones.
+
+    After a delta the hook is given the tensors that changed.
+    """
 
     def __init__(self, sink: HookSink, layout: StreamLayout) -> None:
         self._sink = sink
@@ -326,21 +346,43 @@ class _StagedHookTarget(LoadTarget):
         buffer = arena.allocate(layout.nbytes, sink.device)
         self.memory = Memory.of_stream(layout, buffer)
         self.peak_extra_nbytes = sink.staged_nbytes(layout)
+        self.takes_deltas = not sink.keeps_views  # such a hook wants the whole model
+        self._holds_weights_in_use = False
+
+    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
+        if not self._holds_weights_in_use or self.memory is None:
+            return None
+        return LineMemory(layout, self.memory)
+
+    def begin(self) -> None:
+        self.written = None
+
+    def discard(self) -> None:
+        if self.written is None or self.written.any():
+            self._holds_weights_in_use = False
 
     def commit(self) -> None:
         memory = self.memory
         if memory is None:
             return
-        specs = self._layout.manifest.specs
+        self._holds_weights_in_use = False
+        places: Sequence[int] = range(len(memory.tensors))
+        if self.written is not None:
+            places = touched(self._layout, self.written)
+        specs = [self._layout.manifest.specs[place] for place in places]
         tensors = [
-            (spec.name, own_storage(flat)) for spec, flat in zip(specs, memory.tensors, strict=True)
+            (spec.name, own_storage(memory.tensors[place]))
+            for spec, place in zip(specs, places, strict=True)
         ]
         counts = [uses(flat) for _, flat in tensors]
         pairs = [
             (name, from_bytes(flat, spec))
             for spec, (name, flat) in zip(specs, tensors, strict=True)
         ]
-        _check_loaded(self._layout.manifest, self._sink.call(pairs))
+        if pairs:
+            names = [name for name, _ in pairs]
+            _check_loaded(self._layout.manifest, self._sink.call(pairs), names)
         pairs.clear()
         if not self._sink.keeps_views:
             refuse_kept(tensors, counts)
+        self._holds_weights_in_use = True

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -225,6 +225,17 @@ class WeightSource(Protocol):
         """Return the same tensors where their memory stays, so that it can be registered.
 
         None where they are made for each update. Called once per update.
+        """
+
+
+@runtime_checkable
+class WritingSource(WeightSource, Protocol):
+    """A WeightSource that writes its tensors to memory that it is given, instead of its own."""
+
+    def writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        """Yield, as `tensors` would, what writes a tensor to `uint8[nbytes]` in host memory.
+
+        Each is called once, before the next one is requested.
         """
 
 

@@ -93,17 +93,32 @@ class StartRequest(StartTerms, frozen=True, kw_only=True):
             )
 
 
+Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
+"""A 64-bit fingerprint in hex digits."""
+
+
+class DeltaTerms(Message, frozen=True, kw_only=True):
+    """The tensors of a message are packets of a delta; see weightsync.weights.delta.
+
+    `bases` are the weights that it can be applied to, by weights id, with the sum of all of their
+    lines.
+    """
+
+    bases: Annotated[dict[UpdateId, Fingerprint], Meta(max_length=64)]
+
+
 class RegisteredUpdate(Message, frozen=True, kw_only=True):
     """Update whose bytes use memory that `init` registered; `payload` is for the backend alone.
 
     `epoch` grows with each message of a sender that is no retry. `manifest` is given when other
-    tensors than the registered ones are sent.
+    tensors than the registered ones are sent, as the packets of a `delta` are.
     """
 
     sender: Name
     epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
     verify: bool = True
     manifest: ManifestMessage | None = None
+    delta: DeltaTerms | None = None
     payload: Any = None
     registered: Literal[True]
 
@@ -205,7 +220,8 @@ class FinishRequest(Message, frozen=True, kw_only=True):
     """`finish_weight_update`: put the prepared weights to use.
 
     `fleet` has the servers of the sender, none where this is the only one; it is None where that is
-    not known, and for all workers of a server but one.
+    not known, and for all workers of a server but one. `delta_follows` says that the next update
+    may be a delta, so that the receiver prepares memory for it when this one is committed.
     """
 
     update_id: UpdateId | None = None
@@ -213,6 +229,7 @@ class FinishRequest(Message, frozen=True, kw_only=True):
     clear_cache: bool = True
     weight_version: Annotated[str, Meta(max_length=256)] | None = None
     fleet: Annotated[list[FleetServer], Meta(max_length=MAX_FLEET)] | None = None
+    delta_follows: bool = False
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
@@ -324,6 +341,7 @@ class Status(Message, frozen=True, kw_only=True):
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
+    `takes_deltas` says that a delta can be applied to a whole model once one was received.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
     that the receiver belonged to, alive or not. `backends` are those that can be used here, each
     with what it says of this process; `unusable_backends` the others, with the reason.
@@ -345,6 +363,7 @@ class Status(Message, frozen=True, kw_only=True):
     busy: bool = False
     orphaned: bool = False
     paused: bool = False
+    takes_deltas: bool = False
     detail: str = ""
     device_keys: list[str] = []
     shared_memory: list[SharedMemoryUsage] = []
@@ -369,7 +388,8 @@ class InitReply(Message, frozen=True, kw_only=True):
 class StepReply(Message, frozen=True, kw_only=True):
     """Reply to a step: the receiver's state, the cost of the step, and the level of verification.
 
-    `table_digest` names the fingerprints of what arrived.
+    `table_digest` names the fingerprints of what arrived. `delta_base` is the id of the weights in
+    use, if the receiver can apply a delta to them.
     """
 
     state: str
@@ -382,6 +402,7 @@ class StepReply(Message, frozen=True, kw_only=True):
     peak_extra_nbytes: int = 0
     seconds: dict[str, Seconds] = {}
     table_digest: str | None = None
+    delta_base: UpdateId | None = None
 
 
 class TensorPart(Message, frozen=True, kw_only=True):

@@ -46,6 +46,7 @@ _STATUS: tuple[tuple[type[WeightSyncError], int], ...] = (
     (NotReadyError, 503),
     (errors.StaleVersionError, 409),
     (UpdateConflictError, 409),
+    (errors.DeltaError, 409),
     (errors.UnknownSenderError, 409),
     (errors.SenderConflictError, 409),
     (errors.ManifestMismatchError, 422),

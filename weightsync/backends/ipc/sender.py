@@ -42,7 +42,7 @@ from weightsync.specs import Manifest
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import UNIT_NBYTES, StreamLayout, aligned, units_per_chunk
 from weightsync.weights.packer import Packer, StagedPacker
-from weightsync.weights.source import NamedTensors, WeightSource, checked
+from weightsync.weights.source import WeightSource, WritingSource, checked
 from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import RingInfo, SegmentHandle
 
@@ -287,7 +287,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._written_nbytes = 0
         if self.packed or not is_whole:
             packer = self._packer if is_whole else self._packer_of(given.manifest)
-            return self._begin_packed(list(readers), packer, given.tensors, stable)
+            return self._begin_packed(list(readers), packer, given, stable)
         return self._begin_unpacked(list(readers), stable)
 
     def is_adopted(self, index: int, address: int) -> bool:
@@ -408,7 +408,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self,
         readers: list[int],
         packer: Packer,
-        tensors: Callable[[], NamedTensors],
+        given: WeightSource,
         stable: list[torch.Tensor] | None,
     ) -> RingUpdate:
         chunks = len(packer.layout.chunks)
@@ -425,6 +425,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             timeout_s=self._options.timeout_s,
         )
 
+        fits = not packer.layout.largest_cut_nbytes and self._ring.tensors[0].device.type == "cpu"
+        writes = fits and not self._verify
+
         def pack(check: Check) -> None:
             timeout_s = self._options.timeout_s
 
@@ -437,8 +440,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
 
             if stable is not None:
                 filled = packer.pack_stable(stable, acquire, verify=self._verify, wait=not by_event)
+            elif writes and isinstance(given, WritingSource):
+                filled = packer.pack_written(given.writers(), acquire)
             else:
-                pairs = checked(tensors(), packer.layout.manifest)
+                pairs = checked(given.tensors(), packer.layout.manifest)
                 filled = packer.pack(pairs, acquire, verify=self._verify, wait=not by_event)
             room = self._control.entries // self._control.slots
             with closing(filled):

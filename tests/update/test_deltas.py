@@ -1,0 +1,447 @@
+"""Deltas: only changed lines are sent, and every receiver still holds what the trainer has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from weightsync.weights import lines
+from weightsync.weights.layout import StreamLayout
+
+Call = Callable[[Mapping[str, object]], dict[str, object]]
+
+
+class Model(nn.Module):
+    p0: nn.Parameter
+    p1: nn.Parameter
+    p3: nn.Parameter
+    p4: nn.Parameter
+    steps: torch.Tensor
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        for i, shape in enumerate([(300, 64), (64,), (7, 33), (513, 65), (1,), (64, 64, 3)]):
+            weight = torch.randn(shape, generator=random).to(dtype)
+            self.register_parameter(f"p{i}", nn.Parameter(weight, requires_grad=False))
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+
+
+def change(model: Model, step: int, share: float = 0.01) -> None:
+    random = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            count = max(1, int(share * flat.numel()))
+            flat[torch.randint(flat.numel(), (count,), generator=random)] += 0.5
+        model.steps += 1
+
+
+def equal(sent: nn.Module, held: nn.Module) -> bool:
+    theirs = held.state_dict()
+    return all(torch.equal(t.to(theirs[n].dtype), theirs[n]) for n, t in sent.state_dict().items())
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(lines, "kernels", lambda: None)
+
+
+def sent(report: ws.SyncReport) -> bool:
+    assert report.delta is not None
+    return report.delta.sent
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("swap", ["pointer", "copy"])
+@pytest.mark.parametrize("packed", [None, True])
+def test_a_chain_of_deltas_is_the_trainers_model(
+    apply: str, swap: Any, packed: bool | None
+) -> None:
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(ws.ModuleSink(server, swap=swap), apply=apply)  # type: ignore[arg-type]
+    with ws.connect(trainer, to=receiver, delta="always", packed=packed) as sender:
+        kinds = []
+        for step in range(12):
+            report = sender.send_weights()
+            kinds.append(sent(report))
+            assert equal(trainer, server), step
+            assert report.verified == "held"
+            assert receiver.version == report.version == step + 1
+            change(trainer, step)
+        assert kinds == [False, *[True] * 11]
+        assert report.delta is not None
+        assert report.delta.lines > 0
+        assert report.delta.share < 1
+        assert report.nbytes == sum(t.nbytes for t in trainer.state_dict().values())
+
+
+def test_sizes_are_those_of_the_changes() -> None:
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+        sender.send_weights()
+        with torch.no_grad():
+            trainer.p0[5, 3] += 1
+        report = sender.send_weights()
+        assert report.delta is not None
+        assert (report.delta.sent, report.delta.lines) == (True, 1)
+        assert "a delta of" in str(report)
+        unchanged = sender.send_weights()
+        assert unchanged.delta is not None
+        assert (unchanged.delta.sent, unchanged.delta.lines) == (True, 0)
+        assert equal(trainer, server)
+
+
+def test_a_cast_source_finds_what_changed_after_the_cast() -> None:
+    trainer, server = Model(dtype=torch.float32), Model(1)
+    receiver = ws.WeightReceiver(server)
+    with ws.connect(trainer, to=receiver, dtype=torch.bfloat16, delta="always") as sender:
+        sender.send_weights()
+        with torch.no_grad():
+            trainer.p0.mul_(1 + 1e-6)
+            trainer.p3[2] += 1
+        report = sender.send_weights()
+        assert report.delta is not None
+        assert report.delta.sent
+        assert report.delta.lines <= 16
+        for step in range(4):
+            change(trainer, step)
+            assert sent(sender.send_weights())
+            assert equal(trainer, server)
+
+
+def test_a_callable_and_tied_names() -> None:
+    trainer, server = Model(), Model(1)
+    server.also = server.p0
+    trainer.also = trainer.p0
+    with ws.connect(
+        lambda: iter(list(trainer.named_parameters()) + list(trainer.named_buffers())),
+        to=ws.WeightReceiver(server),
+        delta="always",
+    ) as sender:
+        for step in range(4):
+            assert sent(sender.send_weights()) == (step > 0)
+            assert equal(trainer, server)
+            change(trainer, step)
+
+
+class TestHooks:
+    def test_a_staged_hook_is_given_the_tensors_that_changed(self) -> None:
+        trainer = Model()
+        held: dict[str, torch.Tensor] = {}
+        given: list[list[str]] = []
+
+        def load(pairs: Any) -> None:
+            given.append([name for name, _ in pairs])
+            held.update({name: tensor.clone() for name, tensor in pairs})
+
+        receiver = ws.WeightReceiver(load, apply="staged")
+        with ws.connect(trainer, to=receiver, delta="always") as sender:
+            sender.send_weights()
+            with torch.no_grad():
+                trainer.p3[0, 0] += 1
+                trainer.p4.add_(1)
+            assert sent(sender.send_weights())
+            assert given[1] == ["p3", "p4"]
+            for step in range(3):
+                change(trainer, step)
+                assert sent(sender.send_weights())
+            assert all(torch.equal(t, held[n]) for n, t in trainer.state_dict().items())
+
+    def test_a_hook_that_fails_is_healed_by_a_whole_update(self) -> None:
+        trainer = Model()
+        held: dict[str, torch.Tensor] = {}
+        fails = False
+
+        def load(pairs: Any) -> None:
+            if fails:
+                raise RuntimeError("no")
+            held.update({name: tensor.clone() for name, tensor in pairs})
+
+        receiver = ws.WeightReceiver(load, apply="staged")
+        with ws.connect(trainer, to=receiver, delta="always") as sender:
+            sender.send_weights()
+            fails = True
+            change(trainer, 1)
+            with pytest.raises(ws.WeightSyncError):
+                sender.send_weights()
+            fails = False
+            assert not sent(sender.send_weights())
+            assert all(torch.equal(t, held[n]) for n, t in trainer.state_dict().items())
+
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_a_hook_that_wants_all_is_sent_whole_models(self, apply: Any) -> None:
+        trainer = Model()
+        held: dict[str, torch.Tensor] = {}
+        sink = ws.HookSink(held.update, keeps_views=True)
+        with ws.connect(trainer, to=ws.WeightReceiver(sink, apply=apply), delta="always") as sender:
+            for step in range(3):
+                report = sender.send_weights()
+                assert report.delta is not None
+                assert "takes no deltas" in report.delta.reason
+                assert all(torch.equal(t, held[n]) for n, t in trainer.state_dict().items())
+                change(trainer, step)
+
+
+class TestWholeAgain:
+    """What does not fit a delta gets the whole model by itself, and the report says why."""
+
+    def test_the_receiver_is_restarted(self) -> None:
+        trainer, servers = Model(), [Model(1), Model(2)]
+        receivers = [ws.WeightReceiver(server) for server in servers]
+        at = 0
+
+        def call(message: Mapping[str, object]) -> dict[str, object]:
+            return receivers[at].handle(message)
+
+        with ws.connect(trainer, to=call, delta="always") as sender:
+            sender.send_weights()
+            assert sent(sender.send_weights())
+            at = 1
+            change(trainer, 1)
+            assert not sent(sender.send_weights())
+            assert equal(trainer, servers[1])
+            change(trainer, 2)
+            assert sent(sender.send_weights())
+            assert equal(trainer, servers[1])
+
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_weights_that_other_code_changed(self, apply: str) -> None:
+        trainer, server = Model(), Model(1)
+        with ws.connect(
+            trainer,
+            to=ws.WeightReceiver(server, apply=apply),  # type: ignore[arg-type]
+            delta="always",
+        ) as sender:
+            sender.send_weights()
+            assert sent(sender.send_weights())
+            with torch.no_grad():
+                server.p0.zero_()
+            change(trainer, 1)
+            report = sender.send_weights()
+            assert not sent(report)
+            assert report.delta is not None
+            assert "a delta failed" in report.delta.reason
+            assert equal(trainer, server)
+            change(trainer, 2)
+            assert sent(sender.send_weights())
+            assert equal(trainer, server)
+
+    def test_parameters_that_were_replaced(self) -> None:
+        trainer, server = Model(), Model(1)
+        with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+            for step in range(6):
+                sender.send_weights()
+                assert equal(trainer, server)
+                change(trainer, step)
+                if step == 2:
+                    server.p0 = nn.Parameter(torch.zeros_like(server.p0), requires_grad=False)
+                if step == 3:
+                    trainer.p0 = nn.Parameter(torch.zeros_like(trainer.p0), requires_grad=False)
+
+    def test_a_write_that_torch_does_not_count_is_found_by_the_scrub(self) -> None:
+        """It lies where the delta changes nothing."""
+        trainer, server = Model(), Model(1)
+        with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always", scrub=1.0) as sender:
+            sender.send_weights()
+            assert sent(sender.send_weights())
+            server.p3.data.view(torch.int16).numpy()[100, 3] ^= 1
+            with torch.no_grad():
+                trainer.p0[0, 0] += 1
+            assert sent(sender.send_weights())  # into the other copy, which is whole
+            assert equal(trainer, server)
+            report = sender.send_weights()
+            assert not sent(report)
+            assert report.delta is not None
+            assert "changed in memory" in report.delta.reason
+            assert equal(trainer, server)
+
+    def test_the_scrub_goes_round_the_model(self) -> None:
+        trainer, server = Model(), Model(1)
+        with ws.connect(
+            trainer, to=ws.WeightReceiver(server), delta="always", scrub=0.25
+        ) as sender:
+            sender.send_weights()
+            assert sent(sender.send_weights())
+            server.p3.data.view(torch.int16).numpy()[100, 3] ^= 1
+            kinds = []
+            for _ in range(9):
+                with torch.no_grad():
+                    trainer.p0[0, 0] += 1
+                kinds.append(sent(sender.send_weights()))
+            assert kinds.count(False) == 1
+            assert equal(trainer, server)
+
+    def test_a_partial_update_between(self) -> None:
+        trainer, server = Model(), Model(1)
+        with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+            sender.send_weights()
+            assert sent(sender.send_weights())
+            with sender.update(partial=True) as update:
+                update.send([("p1", torch.ones(64).bfloat16())])
+            assert torch.equal(server.p1, torch.ones(64).bfloat16())
+            assert not sent(sender.send_weights())
+            assert equal(trainer, server)
+            change(trainer, 1)
+            assert sent(sender.send_weights())
+            assert equal(trainer, server)
+
+    def test_another_sender_between(self) -> None:
+        trainer, other, server = Model(), Model(5), Model(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(trainer, to=receiver, delta="always", yields=True) as sender:
+            sender.send_weights()
+            with ws.connect(other, to=receiver, yields=True, delta="always") as second:
+                second.send_weights()
+            assert equal(other, server)
+            change(trainer, 1)
+            assert not sent(sender.send_weights())
+            assert equal(trainer, server)
+
+    def test_a_rewind_is_a_delta_too(self) -> None:
+        trainer, server = Model(), Model(1)
+        with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+            sender.send_weights()
+            saved = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+            for step in range(3):
+                change(trainer, step)
+                sender.send_weights()
+            trainer.load_state_dict(saved)
+            report = sender.send_weights(1, rewind=True)
+            assert (sent(report), report.version) == (True, 1)
+            assert equal(trainer, server)
+
+
+class TestFleets:
+    def test_a_receiver_that_missed_some_gets_what_it_lacks(self) -> None:
+        trainer, servers = Model(), [Model(1), Model(2)]
+        receivers = [ws.WeightReceiver(server) for server in servers]
+        fails = False
+
+        def second(message: Mapping[str, object]) -> dict[str, object]:
+            if fails and message["call"] in ("update_weights", "finish_weight_update"):
+                raise ws.TransportError("lost")
+            return receivers[1].handle(message)
+
+        with ws.connect(trainer, to=[receivers[0], second], delta="always") as sender:
+            sender.send_weights()
+            change(trainer, 0)
+            assert sent(sender.send_weights())
+            fails = True
+            for step in range(1, 3):
+                change(trainer, step)
+                with pytest.raises(ws.WeightSyncError):
+                    sender.send_weights()
+            fails = False
+            change(trainer, 3)
+            sender.send_weights()
+            change(trainer, 4)
+            assert sent(sender.send_weights())
+            assert all(equal(trainer, server) for server in servers)
+
+    def test_one_that_joins_is_brought_up_to_date(self) -> None:
+        trainer, servers = Model(), [Model(1), Model(2)]
+        receivers = [ws.WeightReceiver(server) for server in servers]
+        with ws.connect(trainer, to=receivers[0], delta="always") as sender:
+            sender.send_weights()
+            change(trainer, 0)
+            assert sent(sender.send_weights())
+            sender.add(receivers[1])
+            assert equal(trainer, servers[1])
+            for step in range(1, 4):
+                change(trainer, step)
+                sender.send_weights()
+                assert all(equal(trainer, server) for server in servers)
+            assert sent(sender.send_weights())
+
+
+def test_auto_sends_small_models_whole() -> None:
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server)) as sender:
+        sender.send_weights()
+        report = sender.send_weights()
+        assert report.delta is not None
+        assert "is sent whole" in report.delta.reason
+
+
+def test_off_says_nothing() -> None:
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="off") as sender:
+        assert sender.send_weights().delta is None
+
+
+def test_auto_stops_where_too_much_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.update.deltas.MIN_NBYTES", 0)
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="auto") as sender:
+        reasons = []
+        for step in range(10):
+            report = sender.send_weights()
+            assert report.delta is not None
+            reasons.append(report.delta.reason)
+            assert equal(trainer, server)
+            change(trainer, step, share=1.0)
+        assert "of the lines changed" in reasons[1]
+        assert any("tried as a delta" in reason for reason in reasons)
+        assert not any(reason == "" for reason in reasons)
+        for step in range(20):
+            report = sender.send_weights()
+            change(trainer, step, share=0.0001)
+        assert sent(report)
+
+
+def test_a_change_while_a_delta_is_sent_is_an_error() -> None:
+    """It is not sent again as a whole model, which would hide it."""
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(server)
+
+    def call(message: Mapping[str, object]) -> dict[str, object]:
+        if message["call"] == "update_weights" and receiver.version == 2:
+            change(trainer, 9)
+        return receiver.handle(message)
+
+    with ws.connect(trainer, to=call, delta="always") as sender:
+        sender.send_weights()
+        before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+        assert sent(sender.send_weights())
+        with pytest.raises(ws.VerificationError, match="changed while it was sent"):
+            sender.send_weights()
+        assert receiver.version == 2
+        assert all(torch.equal(tensor, server.state_dict()[n]) for n, tensor in before.items())
+
+
+@pytest.fixture
+def sender_and_receiver() -> Iterator[tuple[ws.WeightSender, Model, Model]]:
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+        sender.send_weights()
+        yield sender, trainer, server
+
+
+def test_too_many_changes_for_the_estimate_are_sent_whole(
+    sender_and_receiver: tuple[ws.WeightSender, Model, Model],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sender, trainer, server = sender_and_receiver
+    assert StreamLayout(sender._group.manifest).nbytes // 64 > 1500
+    change(trainer, 0, share=1.0)
+    monkeypatch.setattr("weightsync.weights.delta.ChangeLog.estimate", lambda *_: 0)
+    report = sender.send_weights()
+    assert not sent(report)
+    assert report.delta is not None
+    assert "lines have changed" in report.delta.reason
+    assert equal(trainer, server)
+
+
+def test_bad_choices_are_refused() -> None:
+    receiver = ws.WeightReceiver(Model())
+    for given in ({"delta": "yes"}, {"scrub": 2}, {"scrub": "all"}, {"delta": True}):
+        with pytest.raises(ws.ConfigError):
+            ws.connect(Model(), to=receiver, **given)

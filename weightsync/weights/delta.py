@@ -1,0 +1,411 @@
+"""Deltas: an update that carries only the lines of a model that changed since a known base.
+
+The sender's `ChangeLog` finds the changed lines of its source and remembers those of the last few
+versions, so that receivers with an older base can be served too. A `DeltaSource` packs the lines
+into packets, tensors of bytes that any backend carries. The receiver's `DeltaTarget` writes them to
+memory that holds the base, and checks the result: the sum of the lines that were overwritten, and
+of the new ones as read back, has to change the base's fingerprint into the sender's.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.errors import DeltaError, ProtocolError, VerificationError
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights.checksums import MASK, to_hex
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.lines import (
+    LINE,
+    MAX_LINES,
+    LineBuffer,
+    LineMemory,
+    LineTable,
+    Marks,
+    are_growing,
+    count_lines,
+    count_marked,
+    mark,
+    new_marks,
+)
+from weightsync.weights.sink import LoadTarget, NamedTensor
+from weightsync.weights.source import WeightSource
+from weightsync.wire.messages import DeltaTerms
+
+KEPT_VERSIONS = 8
+"""Versions whose changed lines a sender remembers: for each, a bit for every 64 bytes."""
+MAX_SHARE = 0.4
+"""With more changed lines than this share, a full update is faster (measured)."""
+_PACKET_LINES = 30_720
+"""Lines of a packet: it fills a bucket of 2 MiB."""
+_HEADER = struct.Struct("<QQ")
+_HEADER_NBYTES = LINE
+_LINES_MAGIC = 0x7773_6C69_6E65_0001
+_END = struct.Struct("<QQQQQQ")
+_END_MAGIC = 0x7773_656E_6421_0001
+_SLACK = 1.15
+"""Room for more lines than the estimate, which has looked at one in 512."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """One version of the source: its fingerprint, and the lines that changed since the one before.
+
+    `marks` is None where that is not known.
+    """
+
+    weights_id: str
+    total: int
+    marks: Marks | None
+
+
+class ChangeLog:
+    """The lines of a source that changed from version to version, on one rank of the sender.
+
+    Every scan of the source adds a version, also one whose update fails later: then no receiver
+    holds it, and the next one carries its changes too. Raises ValueError for streams of more than
+    256 GiB.
+    """
+
+    def __init__(self, layout: StreamLayout) -> None:
+        if count_lines(layout) > MAX_LINES:
+            raise ValueError(f"{layout.nbytes} bytes are more than {MAX_LINES * LINE}")
+        self.layout = layout
+        self._table: LineTable | None = None
+        self._versions: deque[_Version] = deque(maxlen=KEPT_VERSIONS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table and the marks."""
+        marks = sum(v.marks.nbytes for v in self._versions if v.marks is not None)
+        return marks + (self._table.nbytes if self._table is not None else 0)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The sum of all lines of the newest version (16 hex digits); None without a table."""
+        return to_hex(self._table.total) if self._table is not None else None
+
+    def knows(self, weights_id: str) -> bool:
+        """Whether the changes since these weights are known."""
+        return self._since(weights_id) is not None
+
+    def totals(self) -> dict[str, str]:
+        """Return the fingerprints of the versions that a delta can build on, by weights id."""
+        return {v.weights_id: to_hex(v.total) for v in self._versions if self.knows(v.weights_id)}
+
+    def estimate(self, stable: Sequence[torch.Tensor] | None, bases: Sequence[str]) -> int | None:
+        """Return about how many lines differ from the oldest of these bases; None if not known.
+
+        Without stable tensors, which can be looked at, it is room for all deltas that pay.
+        """
+        if self._table is None or not all(map(self.knows, bases)):
+            return None
+        also = self.marks_since(bases)
+        if stable is not None:
+            return self._table.estimate(stable, also)
+        least = count_marked(also) if also is not None else 0
+        return max(int(MAX_SHARE * self._table.lines), least)
+
+    def forget(self) -> None:
+        """Drop the table and all versions. The next scan makes them anew."""
+        self._table = None
+        self._versions.clear()
+
+    def record(
+        self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
+    ) -> None:
+        """Scan the source without packing anything; these are the weights of `weights_id`."""
+        with self._new_version(weights_id) as (table, marks):
+            for _ in table.scan(tensors, marks):
+                pass
+
+    def scan(
+        self,
+        weights_id: str,
+        tensors: Iterator[NamedTensor] | Sequence[NamedTensor],
+        also: Marks | None,
+    ) -> Generator[None, LineBuffer, None]:
+        """Scan the source into buffers, as `LineTable.scan` does, and add a version."""
+        with self._new_version(weights_id) as (table, marks):
+            yield from table.scan(tensors, marks, also=also, packs=True)
+
+    @contextmanager
+    def _new_version(self, weights_id: str) -> Iterator[tuple[LineTable, Marks]]:
+        """Yield the table and marks for a scan, and add a version when that ends."""
+        first = self._table is None
+        if self._table is None:
+            self._table = LineTable(self.layout)
+        table, marks = self._table, new_marks(self._table.lines)
+        complete = False
+        try:
+            yield table, marks
+            complete = True
+        finally:
+            if first and not complete:
+                self.forget()
+            elif first:
+                self._versions.append(_Version(weights_id, table.total, None))
+            else:
+                self._add(weights_id if complete else "", table.total, marks)
+
+    def recorded(self, weights_id: str, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the tensors; each is scanned before that, as by `record`."""
+        with self._new_version(weights_id) as (table, marks):
+            for i, pair in enumerate(tensors):
+                for _ in table.scan([pair], marks, start=i):
+                    pass
+                yield pair
+
+    def sum_of(self, first: int, count: int) -> int:
+        """Return the sum of some lines of the newest version, 0 without a table."""
+        return self._table.sum_of(first, count) & MASK if self._table is not None else 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all lines of the newest version, 0 without a table."""
+        return self._table.total if self._table is not None else 0
+
+    def marks_since(self, bases: Sequence[str]) -> Marks | None:
+        """Return the lines that changed from the oldest of these bases to the newest version.
+
+        None where all of them are the newest version.
+        """
+        found = [since for base in bases if (since := self._since(base)) is not None]
+        oldest = max(found, key=len, default=[])
+        merged: Marks | None = None
+        for version in oldest:
+            if version.marks is not None:
+                merged = version.marks.copy() if merged is None else merged | version.marks
+        return merged
+
+    def _since(self, weights_id: str) -> list[_Version] | None:
+        """Return the versions after this one, None where it is not kept or their marks are not."""
+        versions = list(self._versions)
+        for i, version in enumerate(versions):
+            if version.weights_id == weights_id and weights_id:
+                later = versions[i + 1 :]
+                return later if all(v.marks is not None for v in later) else None
+        return None
+
+    def _add(self, weights_id: str, total: int, marks: Marks) -> None:
+        last = self._versions[-1] if self._versions else None
+        # A second pass over the same weights, or a second try to send them, finds the rest.
+        if last is not None and last.weights_id in (weights_id, "") and last.marks is not None:
+            self._versions[-1] = _Version(weights_id, total, last.marks | marks)
+        elif last is not None and last.weights_id == weights_id and not marks.any():
+            return
+        else:
+            self._versions.append(_Version(weights_id, total, marks))
+
+
+class DeltaSource:
+    """WeightSource of packets with the lines of `source` that changed since the oldest base.
+
+    `expected` is about how many lines that are: the packets have room for some more, and an update
+    with still more raises TransferError. Iterate over it once for each engine: the source is read
+    meanwhile. `scrub` are the first line and the number of lines that receivers read back whole.
+    """
+
+    def __init__(
+        self,
+        log: ChangeLog,
+        source: WeightSource,
+        weights_id: str,
+        bases: Sequence[str],
+        expected: int,
+        *,
+        scrub: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._log, self._source, self._weights_id = log, source, weights_id
+        self._also = log.marks_since(bases)
+        self._bases = {base: total for base, total in log.totals().items() if base in bases}
+        self._scrub = scrub
+        self._expected = expected
+        self.written_lines = 0
+        lines = count_lines(log.layout)
+        room = min(lines, math.ceil(expected * _SLACK) + min(lines, 256))
+        capacity = min(_PACKET_LINES, -(-max(room, 1) // 16) * 16)
+        self._packets = max(-(-room // capacity), 1)
+        self._nbytes = _HEADER_NBYTES + capacity * (LINE + 4)
+        shapes = [self._nbytes] * self._packets + [_END.size]
+        self.manifest = Manifest(
+            tuple(TensorSpec(f"delta.{i}", "uint8", (n,)) for i, n in enumerate(shapes))
+        )
+
+    @property
+    def terms(self) -> DeltaTerms:
+        """The part of the update messages: the bases, and their fingerprints."""
+        return DeltaTerms(bases=self._bases)
+
+    def stable_tensors(self) -> None:
+        return None
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield the packets; each is overwritten when the next one is requested."""
+        memory = torch.zeros(self._nbytes, dtype=torch.uint8)
+        for spec, (name, write) in zip(self.manifest.specs, self.writers(), strict=True):
+            packet = memory[: spec.nbytes]
+            write(packet)
+            yield name, packet
+
+    def writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        """Yield what writes each packet to memory that it is given."""
+        stable = self._source.stable_tensors()
+        if stable is None:
+            pairs: Iterator[NamedTensor] | list[NamedTensor] = self._source.tensors()
+        else:
+            specs = self._source.manifest.specs
+            pairs = [(spec.name, t) for spec, t in zip(specs, stable, strict=True)]
+        packets = _Packets(self._log.scan(self._weights_id, pairs, self._also))
+        for i in range(self._packets):
+            yield f"delta.{i}", packets.write
+        self.written_lines = packets.lines
+        if not packets.done:
+            packets.close()
+            raise DeltaError(
+                f"more than {packets.lines} lines have changed, and {self._expected} were expected;"
+                " send the whole model"
+            )
+        # Engines that read the source in passes of their own find the changes marked.
+        self._also = self._log.marks_since(list(self._bases))
+        yield f"delta.{self._packets}", self._write_end
+
+    def _write_end(self, target: torch.Tensor) -> None:
+        scrubbed = self._log.sum_of(*self._scrub)
+        _END.pack_into(
+            target.numpy().data,
+            0,
+            _END_MAGIC,
+            self.written_lines,
+            self._log.total,
+            *self._scrub,
+            scrubbed,
+        )
+
+
+class _Packets:
+    """Writes the changed lines of a scan to packets."""
+
+    def __init__(self, scan: Generator[None, LineBuffer, None]) -> None:
+        self.lines = 0
+        self.done = False
+        self._scan = scan
+        self._begun = False
+
+    def write(self, target: torch.Tensor) -> None:
+        """Fill `uint8[nbytes]` with a header and as many lines as there are room and lines."""
+        buffer = LineBuffer(target[_HEADER_NBYTES:])
+        if not self.done:
+            try:
+                if not self._begun:
+                    self._begun = True
+                    next(self._scan)
+                self._scan.send(buffer)
+            except StopIteration:
+                self.done = True
+        _HEADER.pack_into(target.numpy().data, 0, _LINES_MAGIC, buffer.count)
+        self.lines += buffer.count
+
+    def close(self) -> None:
+        """End the scan; what it found so far is marked."""
+        self._scan.close()
+
+
+class DeltaTarget(LoadTarget):
+    """Writes the packets of a delta to `memory`, which holds the base, of the load target `target`.
+
+    `base_total` is the fingerprint of the base, as the sender knows it.
+    """
+
+    def __init__(self, target: LoadTarget, memory: LineMemory, base_total: str) -> None:
+        self.in_place = target.in_place
+        self.peak_extra_nbytes = target.peak_extra_nbytes
+        self.fingerprint: int | None = None
+        self._target = target
+        self._memory = memory
+        self._total = int(base_total, 16)
+        self._lines = 0
+        self._marks = new_marks(memory.lines)
+
+    def begin(self) -> None:
+        self._target.begin()
+        self._target.written = self._marks
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        """Write the lines of packets. Raises ProtocolError for one that is damaged."""
+        for name, tensor in pairs:
+            flat = tensor if tensor.device.type == "cpu" else tensor.cpu()
+            self._take(name, flat)
+
+    def result(self) -> int:
+        """Return the fingerprint of the model after the last packet, which the sender's equals.
+
+        Raises ProtocolError before that.
+        """
+        if self.fingerprint is None:
+            raise ProtocolError("the delta ended before its last packet; send the update again")
+        return self.fingerprint
+
+    def validate(self) -> None:
+        self.result()
+        self._target.validate()
+
+    def commit(self) -> None:
+        self._target.commit()
+
+    def discard(self) -> None:
+        self._target.discard()
+
+    def _take(self, name: str, flat: torch.Tensor) -> None:
+        if self.fingerprint is not None:
+            raise ProtocolError(f"{name} comes after the last packet of the delta")
+        if flat.numel() == _END.size:
+            self._end(flat)
+            return
+        view = flat.numpy().data
+        magic, count = _HEADER.unpack_from(view) if flat.numel() >= _HEADER_NBYTES else (0, 0)
+        if magic != _LINES_MAGIC:
+            raise ProtocolError(f"{name} is no packet of a delta; the message is damaged")
+        # The packet may lie at any address of a bucket, and words of 8 bytes may not.
+        body = flat[_HEADER_NBYTES:]
+        buffer = LineBuffer(body if not body.data_ptr() % 8 else body.clone())
+        if count > buffer.capacity:
+            raise ProtocolError(f"{name} has room for {buffer.capacity} lines, not for {count}")
+        if not count:
+            return
+        indices, lines = buffer.indices[:count], buffer.lines[: count * 8]
+        if not are_growing(indices, self._memory.lines):
+            raise ProtocolError(f"{name} has lines that are repeated or beyond the model")
+        self._lines += count
+        mark(self._marks, indices)
+        try:
+            self._total = self._total + self._memory.swap(indices, lines) & MASK
+        except ValueError as exc:
+            raise ProtocolError(f"{name}: {exc}") from exc
+
+    def _end(self, flat: torch.Tensor) -> None:
+        magic, lines, total, first, count, scrubbed = _END.unpack(flat.numpy().tobytes())
+        if magic != _END_MAGIC or first + count > self._memory.lines:
+            raise ProtocolError("the last packet of the delta is damaged")
+        if lines != self._lines:
+            raise ProtocolError(f"the delta has {lines} lines, of which {self._lines} arrived")
+        if total != self._total:
+            raise VerificationError(
+                f"the weights have fingerprint {to_hex(self._total)} after the delta, and the "
+                f"sender's {to_hex(total)}: their base differs, or lines were changed on the way; "
+                "the update is not applied, the next one is a full one"
+            )
+        if self._memory.sum_of(first, count) != scrubbed:
+            raise VerificationError(
+                f"weights that the delta leaves as they are differ from the sender's, among lines "
+                f"{first} to {first + count}: they changed in memory since the last full update; "
+                "the update is not applied, the next one is a full one"
+            )
+        self.fingerprint = total

@@ -1,0 +1,506 @@
+"""Lines: the 64-byte pieces of a model's stream, their sums, and the lines that changed.
+
+The sum of a line is that of its eight words, each mixed with its position in the stream as `mix64`
+mixes them (weights.fingerprint). So the sums of all lines add up to a fingerprint of the model, and
+it can be updated from the lines that changed. A `LineTable` keeps the sum of every line: it finds
+the changed ones without a second copy of the model. Lines in host memory take compiled loops
+(weights.line_kernels) where numba is installed, and torch elsewhere, which is some ten times slower
+on a CPU. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.specs import TensorSpec
+from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
+from weightsync.weights.checksums import MASK
+from weightsync.weights.copy_plan import Memory
+from weightsync.weights.fingerprint import mixed_words
+from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned
+
+LINE = ALIGNMENT
+"""Bytes of a line. Every tensor begins at a line of its own."""
+WORDS = LINE // 8
+MAX_LINES = 1 << 32
+"""Lines are numbered by 32 bits: a stream of 256 GiB."""
+_BLOCK_LINES = 1 << 14
+"""Lines that torch works on at a time, and elements that are cast at a time: they fit a cache."""
+_MOST_SAMPLES, _MOST_APART = 4096, 512
+"""Groups of eight lines that are looked at to estimate how many changed, and one of how many."""
+
+Words = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.uint32]
+Marks = npt.NDArray[np.uint8]
+"""One bit for each line of a stream, from the lowest of each byte on."""
+_NOTHING = np.zeros(0, np.uint8)
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """Return the compiled loops, None where numba is not installed."""
+    try:
+        from weightsync.weights import line_kernels  # noqa: PLC0415  # the extra `delta`
+    except ImportError:
+        return None
+    return line_kernels
+
+
+def warm_up() -> None:
+    """Compile the loops, or load them from numba's cache: the first time it takes seconds."""
+    compiled = kernels()
+    if compiled is not None:
+        memory = np.zeros(WORDS, np.uint64)
+        spans = np.array([[memory.ctypes.data, LINE, 0]], np.uint64)
+        state, table, marks = np.zeros(4, np.uint64), np.zeros(16, np.uint64), new_marks(8)
+        indices, lines = np.zeros(8, np.uint32), np.zeros(64, np.uint64)
+        compiled.scan(spans, state, table, marks, _NOTHING, indices, lines, np.zeros(512, np.uint8))
+        base = np.uint64(memory.ctypes.data)
+        compiled.sample(spans, table, np.uint64(8))
+        compiled.swap(base, indices[:1], lines)
+        compiled.are_growing(indices[:1], np.uint64(1))
+        compiled.sum_range(base, np.uint64(0), np.uint64(1))
+        compiled.mark(marks, indices[:1])
+        compiled.list_marked(marks, np.uint64(0), np.uint64(8), np.zeros(16, np.uint32))
+        compiled.copy_lines(base, base, indices[:1])
+
+
+def count_lines(layout: StreamLayout) -> int:
+    """Return the number of lines of a stream."""
+    return layout.nbytes // LINE
+
+
+def are_growing(indices: Indices, limit: int) -> bool:
+    """Return whether each number is larger than the one before, and the last one below `limit`."""
+    compiled = kernels()
+    if compiled is not None:
+        return bool(compiled.are_growing(indices, np.uint64(limit)))
+    return bool((indices[1:] > indices[:-1]).all()) and int(indices[-1]) < limit
+
+
+def new_marks(lines: int) -> Marks:
+    """Return marks of no line."""
+    return np.zeros(aligned(lines // 8 + 2), np.uint8)
+
+
+def mark(marks: Marks, indices: Indices) -> None:
+    """Mark the lines with these numbers."""
+    compiled = kernels()
+    if compiled is not None:
+        compiled.mark(marks, indices)
+    else:
+        bits = np.left_shift(1, indices & 7, dtype=np.uint32).astype(np.uint8)
+        np.bitwise_or.at(marks, indices >> 3, bits)
+
+
+def marked(marks: Marks) -> Iterator[Indices]:
+    """Yield the numbers of the marked lines, in order, in blocks; a block is valid until the next.
+
+    Takes time by the line of the stream, some 0.3 ns.
+    """
+    compiled = kernels()
+    lines = (len(marks) - 1) * 8
+    buffer = np.zeros((1 << 16) + 8, np.uint32)
+    for first in range(0, lines, 1 << 16):
+        stop = min(first + (1 << 16), lines)
+        if compiled is not None:
+            count = compiled.list_marked(marks, np.uint64(first), np.uint64(stop), buffer)
+            found = buffer[: int(count)]
+        else:
+            bits = np.unpackbits(marks[first // 8 : stop // 8], bitorder="little")
+            found = (np.flatnonzero(bits) + first).astype(np.uint32)
+        if len(found):
+            yield found
+
+
+def count_marked(marks: Marks) -> int:
+    """Return the number of marked lines."""
+    return int(np.bitwise_count(marks.view(np.uint64)).sum())
+
+
+def touched(layout: StreamLayout, marks: Marks) -> list[int]:
+    """Return the positions in the manifest of the tensors that have marked lines."""
+    filled = [i for i, spec in enumerate(layout.manifest.specs) if spec.nbytes]
+    starts = np.array([layout.offsets[i] // LINE for i in filled])
+    found: set[int] = set()
+    for indices in marked(marks):
+        found.update(np.unique(np.searchsorted(starts, indices, side="right") - 1).tolist())
+    return [filled[i] for i in sorted(found)]
+
+
+def line_sums(flat: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the sums (`int64[n]`) of `uint8[64 * n]`, whose first line is number `first`."""
+    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.view(torch.int64)
+    sums = []
+    for at in range(0, words.numel(), _BLOCK_LINES * WORDS):
+        block = words[at : at + _BLOCK_LINES * WORDS]
+        start = first * WORDS + at + 1
+        keys = torch.arange(start, start + block.numel(), device=block.device)
+        sums.append(mixed_words(block, keys).view(-1, WORDS).sum(1))
+    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=flat.device)
+
+
+def _lines_of(first: int, groups: range) -> npt.NDArray[np.int64]:
+    """Return the numbers of the lines in `groups` of a tensor that begins at line `first`."""
+    return ((np.array(groups) * 8 + first)[:, None] + np.arange(8)).reshape(-1)
+
+
+def _sampled_sums(flat: torch.Tensor, first: int, groups: range) -> Words:
+    """Return the sums of the lines of `_lines_of`."""
+    rows = flat[: groups.stop * 8 * LINE].view(groups.stop, 8 * LINE)[groups.start :: groups.step]
+    lines = torch.from_numpy(_lines_of(first, groups))
+    keys = lines.unsqueeze(1) * WORDS + torch.arange(1, WORDS + 1)
+    mixed = mixed_words(rows.reshape(-1).clone().view(torch.int64), keys.view(-1))
+    return mixed.view(-1, WORDS).sum(1).numpy().view(np.uint64)
+
+
+def _padded(flat: torch.Tensor) -> torch.Tensor:
+    """Return whole lines of these bytes, the last one filled with zeros."""
+    missing = -flat.numel() % LINE
+    return flat if not missing else torch.cat([flat, flat.new_zeros(missing)])
+
+
+class LineBuffer:
+    """Room for `capacity` changed lines: `indices[i]` is the number of `lines[i]` (`uint64[8]`).
+
+    `memory` is `uint8[capacity * 68]`, in which both lie; the capacity is a multiple of 16.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        capacity = memory.numel() // (LINE + 4)
+        words = memory.numpy()
+        self.indices: Indices = words[: 4 * capacity].view(np.uint32)
+        self.lines: Words = words[4 * capacity :].view(np.uint64)
+        self.count = 0
+
+    @property
+    def capacity(self) -> int:
+        """The number of lines that fit."""
+        return len(self.indices)
+
+
+@dataclass(slots=True)
+class _Span:
+    """Consecutive bytes of the stream in one memory, from line `first` on."""
+
+    flat: torch.Tensor
+    first: int
+
+
+_DTYPE = operator.attrgetter("dtype")
+_IS_CONTIGUOUS = torch.Tensor.is_contiguous
+
+
+def _places(spans: Sequence[_Span]) -> Words:
+    """Return spans in host memory as the compiled loops want them."""
+    places = [(span.flat.data_ptr(), span.flat.numel(), span.first) for span in spans]
+    return np.array(places, np.uint64).reshape(-1, 3)
+
+
+class LineTable:
+    """The sum of every line of a source's stream, by which the next scan finds what changed.
+
+    It takes an eighth of the model's bytes. `total` is the sum of all lines, modulo 2^64: the
+    fingerprint of the stream. A scan that ends in the middle leaves a table in which each line is
+    either as before or as it is now.
+    """
+
+    def __init__(self, layout: StreamLayout) -> None:
+        self._layout = layout
+        self.lines = count_lines(layout)
+        self._sums: Words = np.zeros(self.lines + WORDS, np.uint64)
+        self._scratch = np.zeros(8 * LINE, np.uint8)
+        groups = self.lines // 8
+        self._step = min(max(groups // _MOST_SAMPLES, 1), _MOST_APART)
+        self._known: tuple[list[object], Words] | None = None
+        self.total = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self._sums.nbytes
+
+    def scan(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        marks: Marks,
+        *,
+        also: Marks | None = None,
+        packs: bool = False,
+        start: int = 0,
+    ) -> Generator[None, LineBuffer, None]:
+        """Compare all tensors of the source with the table, and mark the lines that changed.
+
+        `tensors` are in the manifest's order from position `start` on, as the source yields them or
+        has them. If it `packs`, changed lines and those that are marked in `also` are written to
+        buffers: this yields first, and when a buffer is full, and is sent the next one.
+        """
+        extra = _NOTHING if also is None else also
+        compiled = kernels()
+        into = (yield) if packs else None
+        whole = isinstance(tensors, Sequence) and len(tensors) == len(self._layout.manifest.specs)
+        if compiled is not None and whole:
+            spans = self._spans_in_host_memory([tensor for _, tensor in tensors])
+            if spans is not None:
+                yield from self._scan_compiled(compiled, spans, marks, extra, into)
+                return
+        for span in self._spans(tensors, start):
+            if compiled is not None and span.flat.device.type == "cpu":
+                into = yield from self._scan_compiled(compiled, _places([span]), marks, extra, into)
+            else:
+                into = yield from self._scan_with_torch(span, marks, extra, into)
+
+    def estimate(self, tensors: Sequence[torch.Tensor], also: Marks | None = None) -> int:
+        """Return about how many lines a scan would write; looks at some, at all of a small stream.
+
+        `tensors` as those of `scan`; only plain ones in host memory are looked at. 0 where there
+        are none, or none has changed.
+        """
+        compiled = kernels()
+        spans = None if compiled is None else self._spans_in_host_memory(tensors)
+        if compiled is not None and spans is not None:
+            seen, differ = map(int, compiled.sample(spans, self._sums, np.uint64(self._step)))
+        else:
+            seen, differ = self._sample_with_torch(tensors)
+        found = round(differ / seen * self.lines) if seen else 0
+        return max(found, 0 if also is None else count_marked(also))
+
+    def _sample_with_torch(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Return how many lines were looked at, and how many of these changed."""
+        seen = differ = 0
+        for spec, tensor, offset in zip(
+            self._layout.manifest.specs, tensors, self._layout.offsets, strict=True
+        ):
+            first, groups = offset // LINE, spec.nbytes // LINE // 8
+            at = -(first // 8) % self._step
+            if at < groups and tensor.device.type == "cpu" and is_plain(tensor, spec):
+                groups_seen = range(at, groups, self._step)
+                now = _sampled_sums(as_bytes(tensor), first, groups_seen)
+                lines = _lines_of(first, groups_seen)
+                differ += int((now != self._sums[lines]).sum())
+                seen += len(lines)
+        return seen, differ
+
+    def sum_of(self, first: int, count: int) -> int:
+        """Return the sum of `count` lines as the last scan saw them."""
+        return int(self._sums[first : first + count].sum())
+
+    def _spans_in_host_memory(self, tensors: Sequence[torch.Tensor]) -> Words | None:
+        """Return where all tensors lie, None unless their own host memory is what is sent."""
+        state: list[object] = [*map(torch.Tensor.data_ptr, tensors), *map(_IS_CONTIGUOUS, tensors)]
+        state += map(_DTYPE, tensors)
+        if self._known is not None and self._known[0] == state:
+            return self._known[1]
+        layout = self._layout
+        for tensor, spec in zip(tensors, layout.manifest.specs, strict=True):
+            if tensor.device.type != "cpu" or not is_plain(tensor, spec):
+                return None
+        filled = zip(tensors, layout.offsets, strict=True)
+        places = _places([_Span(as_bytes(t), at // LINE) for t, at in filled if t.numel()])
+        self._known = state, places
+        return places
+
+    def _spans(self, tensors: Iterable[tuple[str, torch.Tensor]], start: int) -> Iterator[_Span]:
+        """Yield the bytes that are sent, each span valid until the next."""
+        layout = self._layout
+        for i, (_, tensor) in enumerate(tensors, start):
+            spec, first = layout.manifest.specs[i], layout.offsets[i] // LINE
+            if spec.nbytes and is_plain(tensor, spec):
+                yield _Span(as_bytes(tensor), first)
+            elif spec.nbytes:
+                yield from _cast(tensor, spec, first)
+
+    def _scan_compiled(
+        self,
+        compiled: ModuleType,
+        spans: Words,
+        marks: Marks,
+        also: Marks,
+        into: LineBuffer | None,
+    ) -> Generator[None, LineBuffer, LineBuffer | None]:
+        state = np.zeros(4, np.uint64)
+        while True:
+            indices = np.zeros(0, np.uint32) if into is None else into.indices
+            lines = np.zeros(0, np.uint64) if into is None else into.lines
+            state[2], state[3] = 0 if into is None else into.count, 0
+            done = compiled.scan(
+                spans, state, self._sums, marks, also, indices, lines, self._scratch
+            )
+            self.total = self.total + int(state[3]) & MASK
+            if into is not None:
+                into.count = int(state[2])
+            if done:
+                return into
+            into = yield
+
+    def _scan_with_torch(
+        self, span: _Span, marks: Marks, also: Marks, into: LineBuffer | None
+    ) -> Generator[None, LineBuffer, LineBuffer | None]:
+        flat = _padded(span.flat)
+        first, stop = span.first, span.first + flat.numel() // LINE
+        sums = line_sums(flat, first).cpu().numpy().view(np.uint64)
+        table = self._sums[first:stop]
+        changed = sums != table
+        self.total = self.total + int((sums - table).sum()) & MASK
+        table[:] = sums
+        mark(marks, (np.flatnonzero(changed) + first).astype(np.uint32))
+        if into is None:
+            return None
+        if len(also):
+            bits = np.unpackbits(also[first // 8 : stop // 8 + 1], bitorder="little")
+            changed |= bits[first % 8 :][: len(changed)].astype(bool)
+        found = np.flatnonzero(changed)
+        rows = flat.view(-1, LINE)
+        at = 0
+        while at < len(found):
+            if into.count == into.capacity:
+                into = yield
+            taken = found[at : at + into.capacity - into.count]
+            chosen = rows[torch.from_numpy(taken).to(rows.device)].cpu().contiguous()
+            stop_at = into.count + len(taken)
+            into.indices[into.count : stop_at] = taken + first
+            into.lines[into.count * WORDS : stop_at * WORDS] = (
+                chosen.view(-1).numpy().view(np.uint64)
+            )
+            into.count, at = stop_at, at + len(taken)
+        return into
+
+
+def _cast(tensor: torch.Tensor, spec: TensorSpec, first: int) -> Iterator[_Span]:
+    """Yield the bytes of a tensor that is cast, block by block, each valid until the next."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        yield _Span(contiguous_bytes(tensor.detach().to(dtype)), first)
+        return
+    flat = tensor.detach().view(-1)
+    size = _BLOCK_LINES * LINE // dtype.itemsize
+    block = torch.empty(min(size, flat.numel()), dtype=dtype, device=tensor.device)
+    for at in range(0, flat.numel(), size):
+        part = flat[at : at + size]
+        block[: part.numel()].copy_(part)
+        yield _Span(as_bytes(block[: part.numel()]), first + at * dtype.itemsize // LINE)
+
+
+class LineMemory:
+    """The lines of a receiver's memory, whole tensors in the layout of a stream.
+
+    Raises ValueError for shards, which hold no whole lines, and for words that are not aligned.
+    """
+
+    def __init__(self, layout: StreamLayout, memory: Memory) -> None:
+        if memory.shares is not None:
+            raise ValueError("shards of tensors have no whole lines")
+        self.lines = count_lines(layout)
+        self._parts: list[tuple[int, torch.Tensor]] = []
+        self._base = 0
+        filled = [
+            (offset // LINE, flat)
+            for offset, flat in zip(layout.offsets, memory.tensors, strict=True)
+            if flat.numel()
+        ]
+        self.is_flat = memory.flat and memory.on_host() and kernels() is not None and bool(filled)
+        if self.is_flat:
+            self._base = filled[0][1].data_ptr() - filled[0][0] * LINE
+        else:
+            if kernels() is None and any(flat.data_ptr() % 8 for _, flat in filled):
+                raise ValueError("the memory of a tensor is not aligned")
+            self._parts = filled
+        self._starts = [first for first, _ in self._parts]
+        self._memory = memory
+
+    def swap(self, indices: Indices, lines: Words) -> int:
+        """Overwrite lines; return the sum of the new ones, read back, less that of the old ones.
+
+        `indices` is uint32[n], growing, each below `lines`; `lines` is uint64[8 * n].
+        """
+        if self.is_flat:
+            return self._swap_compiled(self._base, indices, lines)
+        change, at = 0, 0
+        while at < len(indices):
+            first, flat = self._parts[bisect_right(self._starts, int(indices[at])) - 1]
+            whole = flat.numel() // LINE
+            stop = int(np.searchsorted(indices, first + whole))
+            if stop > at:
+                change += self._swap_whole(
+                    flat, first, indices[at:stop], lines[at * WORDS : stop * WORDS]
+                )
+                at = stop
+            elif int(indices[at]) == first + whole and flat.numel() % LINE:
+                change += _swap_last(flat, first, lines[at * WORDS : (at + 1) * WORDS])
+                at += 1
+            else:
+                raise ValueError(f"line {indices[at]} is none of the stream's tensors")
+        return change & MASK
+
+    def sum_of(self, first: int, count: int) -> int:
+        """Return the sum of `count` lines as they are in memory now."""
+        if self.is_flat:
+            return self._sum_compiled(self._base + first * LINE, first, count)
+        total, stop = 0, first + count
+        for start, flat in self._parts:
+            begin, end = max(first, start), min(stop, start + -(-flat.numel() // LINE))
+            if begin < end:
+                part = _padded(flat[(begin - start) * LINE : (end - start) * LINE])
+                if kernels() is not None and part.device.type == "cpu":
+                    total += self._sum_compiled(part.data_ptr(), begin, end - begin)
+                else:
+                    total += int(line_sums(part, begin).sum())
+        return total & MASK
+
+    def copy_from(self, other: LineMemory, marks: Marks | None) -> None:
+        """Copy at least the marked lines of a memory of the same layout, None: all of them."""
+        if self.is_flat and other.is_flat and marks is not None:
+            compiled: Any = kernels()
+            for indices in marked(marks):
+                compiled.copy_lines(np.uint64(self._base), np.uint64(other._base), indices)
+            return
+        for mine, theirs in zip(self._memory.tensors, other._memory.tensors, strict=True):
+            mine.copy_(theirs)
+
+    def _swap_whole(self, flat: torch.Tensor, first: int, indices: Indices, lines: Words) -> int:
+        """Overwrite whole lines of one tensor, which begins at line `first`."""
+        if kernels() is not None and flat.device.type == "cpu":
+            return self._swap_compiled(flat.data_ptr() - first * LINE, indices, lines)
+        rows = flat[: flat.numel() // LINE * LINE].view(torch.int64).view(-1, WORDS)
+        chosen = torch.from_numpy((indices - np.uint32(first)).astype(np.int64)).to(rows.device)
+        new = torch.from_numpy(lines.view(np.int64).reshape(-1, WORDS)).to(rows.device)
+        keys = (chosen + first).unsqueeze(1) * WORDS + torch.arange(
+            1, WORDS + 1, device=rows.device
+        )
+        old_sum = int(mixed_words(rows[chosen], keys.clone()).sum())
+        rows[chosen] = new
+        return int(mixed_words(rows[chosen], keys).sum()) - old_sum
+
+    @staticmethod
+    def _swap_compiled(base: int, indices: Indices, lines: Words) -> int:
+        compiled: Any = kernels()
+        return int(compiled.swap(np.uint64(base & MASK), indices, lines))
+
+    @staticmethod
+    def _sum_compiled(address: int, first: int, count: int) -> int:
+        compiled: Any = kernels()
+        return int(compiled.sum_range(np.uint64(address), np.uint64(first), np.uint64(count)))
+
+
+def _swap_last(flat: torch.Tensor, first: int, line: Words) -> int:
+    """Overwrite the last line of a tensor, which it does not fill."""
+    begin = flat.numel() // LINE * LINE
+    number, last = first + begin // LINE, flat[begin:]
+    old = int(line_sums(_padded(last), number))
+    new = torch.from_numpy(line.view(np.uint8))
+    last.copy_(new[: last.numel()])
+    beyond = new.clone()
+    beyond[: last.numel()] = last  # bytes beyond the tensor count, so that they are zeros
+    return int(line_sums(beyond, number)) - old
