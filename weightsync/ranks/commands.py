@@ -58,13 +58,14 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
 
     With `bases`, as a delta that can be applied to any of these weights, of about `expected` lines;
     receivers read the lines of `scrub` back, by the first and their number. Without, the source's
-    lines are only recorded, for later deltas.
+    lines are only recorded, for later deltas. `by_value` says that they go by a slow path.
     """
 
     weights_id: str
     bases: list[str] = []
     expected: int = 0
     scrub: tuple[int, int] = (0, 0)
+    by_value: bool = False
 
 
 class Begin(Command, frozen=True, kw_only=True):
@@ -128,7 +129,8 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
     backend, and by reader where each reader gets its own. `changed` names tensors of the source
     that changed during the transfer, `not_finite` those that hold NaN or infinity. `knows_changes`
-    answers EstimateChanges, None on a rank without receivers. `delta` has the terms of a delta,
+    answers EstimateChanges, None on a rank without receivers; `are_newest` says that the weights
+    named are those of the last scan. `delta` has the terms of a delta,
     `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets.
     """
 
@@ -146,6 +148,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     changed: list[str] = []
     not_finite: list[str] = []
     knows_changes: bool | None = None
+    are_newest: bool = True
     delta: DeltaTerms | None = None
     delta_lines: int = 0
     delta_nbytes: int = 0

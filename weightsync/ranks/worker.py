@@ -116,7 +116,7 @@ class RankWorker:
         self._passes: list[str] = []
         self._in_update = False
         self._moves_model = True
-        self._sends_delta = False
+        self._sends_delta = self._codes_early = False
         self._changes: ChangeLog | None = None
         self._delta: DeltaSource | None = None
         self._records: DeltaTask | None = None
@@ -344,15 +344,18 @@ class RankWorker:
         changes = self._changes
         stable = None if self.source.is_made else self.source.stable_tensors()
         found = None if changes is None else changes.estimate(stable, command.bases)
-        return CommandResult(knows_changes=found is not None, delta_lines=found or 0)
+        newest = changes is not None and changes.marks_since(command.bases) is None
+        return CommandResult(
+            knows_changes=found is not None, are_newest=newest, delta_lines=found or 0
+        )
 
     def _begin_delta(self, task: DeltaTask | None) -> None:
         """Prepare what an update does about deltas, on a rank that has readers."""
         self._delta, self._records = None, None
         if task is None or not self.reading:
             return
-        if self._changes is None:
-            self._changes = ChangeLog(StreamLayout(self.source.manifest))
+        if self._changes is None or self._changes.keeps < task.by_value:
+            self._changes = ChangeLog(StreamLayout(self.source.manifest), keeps=task.by_value)
         if not task.bases:
             self._records = task
             return
@@ -363,13 +366,16 @@ class RankWorker:
             task.bases,
             task.expected,
             scrub=task.scrub,
+            by_value=self._codes_early,
         )
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.reading = self._readers_of(command.readers)
-        self._sends_delta = command.delta is not None and bool(command.delta.bases)
-        self._begin_delta(command.delta)
+        task = command.delta
+        self._sends_delta = task is not None and bool(task.bases)
+        # Such a delta is coded before its size can be said; by one pass for all engines.
+        self._codes_early = task is not None and task.by_value and len(self._passes) == 1
         self._passes = [name for name in command.readers if not self.backend(name).requires]
         self._moves_model = not command.pairs
         self._in_update = True
@@ -379,6 +385,7 @@ class RankWorker:
         updates: dict[str, Any] = {}
         with self._step():
             self.source.watch(pairs, reads=bool(self.reading))
+            self._begin_delta(command.delta)
             if self.reading and pairs is not None:
                 self.source.look(pairs)
             elif self.reading and self._check_finite == "raise":
@@ -530,7 +537,8 @@ class RankWorker:
     def _gathers_in(self, name: str, *, packed: bool) -> bool:
         """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
         in_place = self.backend(name).reads_in_place and self._packed is False
-        in_place = in_place and not self._sends_delta
+        if self._sends_delta:
+            in_place = self._codes_early
         takes_part = name in self._passes and self.source.is_made and self._moves_model
         return takes_part and in_place != packed
 

@@ -19,6 +19,8 @@ from weightsync.weights.lines import LINE, MAX_LINES
 DeltaChoice = Literal["auto", "off", "always"]
 MIN_NBYTES = 32 << 20
 """Below this size of a model a delta saves nothing: the messages take longer than the copies."""
+_MEMORY_COST = 2.0
+"""Paths that cost more copies than this are slow: deltas are coded, which takes time, for them."""
 _MAX_REST = 16
 """Updates after which a sender whose deltas were too large tries again, at most."""
 
@@ -59,7 +61,8 @@ class DeltaPlanner:
         if cannot:
             self._reason = f"{cannot[0]} takes no deltas"
             return None
-        record = DeltaTask(weights_id=weights_id)
+        by_value = any(member.cost > _MEMORY_COST for member in members)
+        record = DeltaTask(weights_id=weights_id, by_value=by_value)
         if self._rest > 1:
             self._rest -= 1
             self._reason = f"too many lines changed; tried again in {self._rest} updates"
@@ -72,7 +75,7 @@ class DeltaPlanner:
             self._reason = "the receivers hold no weights of this sender yet"
             return record
         bases = sorted({member.delta_base for member in members if member.delta_base is not None})
-        found = self._estimate(bases)
+        found, newest = self._estimate(bases)
         if found is None:
             self._reason = "the changes since the weights that the receivers hold are not known"
             return record
@@ -84,7 +87,11 @@ class DeltaPlanner:
         self._next_rest = 0
         self._reason = ""
         return DeltaTask(
-            weights_id=weights_id, bases=bases, expected=found, scrub=self._next_scrub()
+            weights_id=weights_id,
+            bases=bases,
+            expected=found,
+            scrub=self._next_scrub(),
+            by_value=by_value and newest,
         )
 
     def _next_scrub(self) -> tuple[int, int]:
@@ -123,12 +130,16 @@ class DeltaPlanner:
             saved_nbytes=max(whole - nbytes, 0),
         )
 
-    def _estimate(self, bases: Sequence[str]) -> int | None:
-        """Return about how many lines have changed on the rank with the most; None if not known."""
+    def _estimate(self, bases: Sequence[str]) -> tuple[int | None, bool]:
+        """Return about how many lines have changed on the rank with the most; None if not known.
+
+        And whether the bases are the weights of the last scan on all ranks.
+        """
         results = self._group.run_on_all(EstimateChanges(bases=list(bases)))
         counts = [result.delta_lines for result in results if result.knows_changes is not None]
         known = all(result.knows_changes is not False for result in results)
-        return max(counts) if known and counts else None
+        newest = all(result.are_newest for result in results)
+        return max(counts) if known and counts else None, newest
 
 
 def why_never(choice: DeltaChoice, manifest: Manifest) -> str:

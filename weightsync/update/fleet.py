@@ -81,11 +81,11 @@ class Member:
     """One receiver: its transport, its last known status, its path, and its open requests.
 
     `name` is set where another member's transport has the same target, `server` for a worker of a
-    server with several. Rank `rank` of the trainer sends to the member on `path`, by the engine of
-    `backend`, where its index is `reader`. `skipped` has the reason why each other path was not
-    taken. `sender` is the sender id that the receiver knows, `released` the same id after the
-    memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0 before the
-    first status.
+    server with several. Rank `rank` of the trainer sends to the member on `path`, of this `cost`,
+    by the engine of `backend`, where its index is `reader`. `skipped` has the reason why each other
+    path was not taken. `sender` is the sender id that the receiver knows, `released` the same id
+    after the memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0
+    before the first status.
 
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
@@ -100,6 +100,7 @@ class Member:
     rank: int = 0
     backend: str = ""
     path: str = ""
+    cost: float = 0.0
     reader: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     sender: str = ""

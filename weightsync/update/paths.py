@@ -288,6 +288,7 @@ class PathSelector:
 
     def _set_path(self, member: Member, chosen: Candidate) -> None:
         member.rank, member.backend, member.path = chosen.rank, chosen.backend, chosen.path
+        member.cost = chosen.cost
 
     def _open(self, chosen: dict[Member, Candidate]) -> None:
         """Have every rank open the engines for the chosen paths."""

@@ -15,20 +15,35 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
 from weightsync.errors import DeltaError, ProtocolError, VerificationError
 from weightsync.specs import Manifest, TensorSpec
+from weightsync.weights import arena
 from weightsync.weights.checksums import MASK, to_hex
+from weightsync.weights.copy_plan import Memory
+from weightsync.weights.delta_coding import (
+    SECTION_VALUES,
+    VALUES,
+    VALUES_MAGIC,
+    Section,
+    changed_values,
+    decode,
+    encode,
+)
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import (
     LINE,
     MAX_LINES,
+    Indices,
     LineBuffer,
     LineMemory,
     LineTable,
     Marks,
+    Words,
     are_growing,
     count_lines,
     count_marked,
@@ -45,6 +60,8 @@ MAX_SHARE = 0.4
 """With more changed lines than this share, a full update is faster (measured)."""
 _PACKET_LINES = 30_720
 """Lines of a packet: it fills a bucket of 2 MiB."""
+_BLOCK_LINES = 4096
+"""Lines that are compared with the copy at a time: a cache holds them."""
 _HEADER = struct.Struct("<QQ")
 _HEADER_NBYTES = LINE
 _LINES_MAGIC = 0x7773_6C69_6E65_0001
@@ -70,22 +87,30 @@ class ChangeLog:
     """The lines of a source that changed from version to version, on one rank of the sender.
 
     Every scan of the source adds a version, also one whose update fails later: then no receiver
-    holds it, and the next one carries its changes too. Raises ValueError for streams of more than
-    256 GiB.
+    holds it, and the next one carries its changes too. If it `keeps` a copy of the stream, deltas
+    can be coded by value. Raises ValueError for streams of more than 256 GiB.
     """
 
-    def __init__(self, layout: StreamLayout) -> None:
+    def __init__(self, layout: StreamLayout, *, keeps: bool = False) -> None:
         if count_lines(layout) > MAX_LINES:
             raise ValueError(f"{layout.nbytes} bytes are more than {MAX_LINES * LINE}")
         self.layout = layout
         self._table: LineTable | None = None
         self._versions: deque[_Version] = deque(maxlen=KEPT_VERSIONS)
+        self._keeps = keeps
+        self._kept: LineMemory | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table and the marks."""
+        """Bytes of the table, the marks and the copy."""
         marks = sum(v.marks.nbytes for v in self._versions if v.marks is not None)
-        return marks + (self._table.nbytes if self._table is not None else 0)
+        kept = self.layout.nbytes if self._kept is not None else 0
+        return marks + kept + (self._table.nbytes if self._table is not None else 0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a copy of the stream is kept."""
+        return self._keeps
 
     @property
     def fingerprint(self) -> str | None:
@@ -115,13 +140,17 @@ class ChangeLog:
 
     def forget(self) -> None:
         """Drop the table and all versions. The next scan makes them anew."""
-        self._table = None
+        self._table = self._kept = None
         self._versions.clear()
 
     def record(
         self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
     ) -> None:
         """Scan the source without packing anything; these are the weights of `weights_id`."""
+        if self._keeps:
+            for _ in self.changes(weights_id, tensors):
+                pass
+            return
         with self._new_version(weights_id) as (table, marks):
             for _ in table.scan(tensors, marks):
                 pass
@@ -135,6 +164,44 @@ class ChangeLog:
         """Scan the source into buffers, as `LineTable.scan` does, and add a version."""
         with self._new_version(weights_id) as (table, marks):
             yield from table.scan(tensors, marks, also=also, packs=True)
+
+    def changes(
+        self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
+    ) -> Iterator[Section]:
+        """Scan the source, and yield the values that differ from the copy, which is then changed.
+
+        Of the first scan nothing is yielded.
+        """
+        first = self._kept is None
+        scan = self.scan(weights_id, tensors, None)
+        next(scan)
+        buffer = LineBuffer(torch.zeros(_BLOCK_LINES * (LINE + 4), dtype=torch.uint8))
+        more = True
+        while more:
+            buffer.count = 0
+            try:
+                scan.send(buffer)
+            except StopIteration:
+                more = False
+            indices, lines = buffer.indices[: buffer.count], buffer.lines[: buffer.count * 8]
+            if buffer.count:
+                old = self._keep(indices, lines)
+                if not first:
+                    yield changed_values(indices, old, lines)
+
+    def _keep(self, indices: Indices, lines: Words) -> Words:
+        """Change the copy; return what it held of these lines."""
+        if self._kept is None:
+            copy = arena.allocate(self.layout.nbytes, torch.device("cpu"))
+            self._kept = LineMemory(self.layout, Memory.of_stream(self.layout, copy))
+        old = self._kept.read(indices)
+        self._kept.swap(indices, lines)
+        return old
+
+    def keep(self, buffer: LineBuffer) -> None:
+        """Change the copy, where one is kept, to what a scan found."""
+        if self._keeps and buffer.count:
+            self._keep(buffer.indices[: buffer.count], buffer.lines[: buffer.count * 8])
 
     @contextmanager
     def _new_version(self, weights_id: str) -> Iterator[tuple[LineTable, Marks]]:
@@ -156,7 +223,7 @@ class ChangeLog:
                 self._add(weights_id if complete else "", table.total, marks)
 
     def recorded(self, weights_id: str, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield the tensors; each is scanned before that, as by `record`."""
+        """Yield the tensors; each is scanned before that, as by `record`. Without a copy only."""
         with self._new_version(weights_id) as (table, marks):
             for i, pair in enumerate(tensors):
                 for _ in table.scan([pair], marks, start=i):
@@ -222,6 +289,7 @@ class DeltaSource:
         expected: int,
         *,
         scrub: tuple[int, int] = (0, 0),
+        by_value: bool = False,
     ) -> None:
         self._log, self._source, self._weights_id = log, source, weights_id
         self._also = log.marks_since(bases)
@@ -233,8 +301,12 @@ class DeltaSource:
         room = min(lines, math.ceil(expected * _SLACK) + min(lines, 256))
         capacity = min(_PACKET_LINES, -(-max(room, 1) // 16) * 16)
         self._packets = max(-(-room // capacity), 1)
-        self._nbytes = _HEADER_NBYTES + capacity * (LINE + 4)
-        shapes = [self._nbytes] * self._packets + [_END.size]
+        self._sections: list[bytes] | None = None
+        shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
+        if by_value and log.keeps and self._also is None:
+            self._sections = list(self._encode())
+            shapes = list(map(len, self._sections))
+        shapes.append(_END.size)
         self.manifest = Manifest(
             tuple(TensorSpec(f"delta.{i}", "uint8", (n,)) for i, n in enumerate(shapes))
         )
@@ -249,7 +321,8 @@ class DeltaSource:
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Yield the packets; each is overwritten when the next one is requested."""
-        memory = torch.zeros(self._nbytes, dtype=torch.uint8)
+        largest = max(spec.nbytes for spec in self.manifest.specs)
+        memory = torch.zeros(largest, dtype=torch.uint8)
         for spec, (name, write) in zip(self.manifest.specs, self.writers(), strict=True):
             packet = memory[: spec.nbytes]
             write(packet)
@@ -257,13 +330,12 @@ class DeltaSource:
 
     def writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
         """Yield what writes each packet to memory that it is given."""
-        stable = self._source.stable_tensors()
-        if stable is None:
-            pairs: Iterator[NamedTensor] | list[NamedTensor] = self._source.tensors()
-        else:
-            specs = self._source.manifest.specs
-            pairs = [(spec.name, t) for spec, t in zip(specs, stable, strict=True)]
-        packets = _Packets(self._log.scan(self._weights_id, pairs, self._also))
+        if self._sections is not None:
+            for i, section in enumerate(self._sections):
+                yield f"delta.{i}", partial(_write_bytes, section)
+            yield f"delta.{len(self._sections)}", self._write_end
+            return
+        packets = _Packets(self._log, self._log.scan(self._weights_id, self._pairs(), self._also))
         for i in range(self._packets):
             yield f"delta.{i}", packets.write
         self.written_lines = packets.lines
@@ -276,6 +348,33 @@ class DeltaSource:
         # Engines that read the source in passes of their own find the changes marked.
         self._also = self._log.marks_since(list(self._bases))
         yield f"delta.{self._packets}", self._write_end
+
+    def _pairs(self) -> Iterator[NamedTensor] | list[NamedTensor]:
+        """Return the tensors of the source: all at once where their memory stays."""
+        stable = self._source.stable_tensors()
+        if stable is None:
+            return self._source.tensors()
+        specs = self._source.manifest.specs
+        return [(spec.name, t) for spec, t in zip(specs, stable, strict=True)]
+
+    def _encode(self) -> Iterator[bytes]:
+        """Yield the changed values as coded sections; reads the whole source."""
+        waiting: list[Section] = []
+        for section in self._log.changes(self._weights_id, self._pairs()):
+            waiting.append(section)
+            if sum(len(part.positions) for part in waiting) >= SECTION_VALUES:
+                yield self._encoded(waiting)
+                waiting = []
+        if waiting:
+            yield self._encoded(waiting)
+
+    def _encoded(self, parts: Sequence[Section]) -> bytes:
+        section = Section(
+            np.concatenate([part.positions for part in parts]),
+            np.concatenate([part.changes for part in parts]),
+        )
+        self.written_lines += len(section.lines()[0])
+        return encode(section)
 
     def _write_end(self, target: torch.Tensor) -> None:
         scrubbed = self._log.sum_of(*self._scrub)
@@ -290,12 +389,17 @@ class DeltaSource:
         )
 
 
+def _write_bytes(data: bytes, target: torch.Tensor) -> None:
+    target.numpy()[:] = np.frombuffer(data, np.uint8)
+
+
 class _Packets:
     """Writes the changed lines of a scan to packets."""
 
-    def __init__(self, scan: Generator[None, LineBuffer, None]) -> None:
+    def __init__(self, log: ChangeLog, scan: Generator[None, LineBuffer, None]) -> None:
         self.lines = 0
         self.done = False
+        self._log = log
         self._scan = scan
         self._begun = False
 
@@ -311,6 +415,7 @@ class _Packets:
             except StopIteration:
                 self.done = True
         _HEADER.pack_into(target.numpy().data, 0, _LINES_MAGIC, buffer.count)
+        self._log.keep(buffer)
         self.lines += buffer.count
 
     def close(self) -> None:
@@ -371,6 +476,9 @@ class DeltaTarget(LoadTarget):
             return
         view = flat.numpy().data
         magic, count = _HEADER.unpack_from(view) if flat.numel() >= _HEADER_NBYTES else (0, 0)
+        if magic == VALUES_MAGIC:
+            self._take_values(view)
+            return
         if magic != _LINES_MAGIC:
             raise ProtocolError(f"{name} is no packet of a delta; the message is damaged")
         # The packet may lie at any address of a bucket, and words of 8 bytes may not.
@@ -383,12 +491,27 @@ class DeltaTarget(LoadTarget):
         indices, lines = buffer.indices[:count], buffer.lines[: count * 8]
         if not are_growing(indices, self._memory.lines):
             raise ProtocolError(f"{name} has lines that are repeated or beyond the model")
-        self._lines += count
+        self._write(indices, lines)
+
+    def _take_values(self, data: memoryview) -> None:
+        section = decode(data, self._memory.lines * VALUES)
+        indices, _ = section.lines()
+        if not len(indices):
+            return
+        try:
+            lines = self._memory.read(indices)
+        except ValueError as exc:
+            raise ProtocolError(f"a section of the delta: {exc}") from exc
+        section.apply(indices, lines)
+        self._write(indices, lines)
+
+    def _write(self, indices: Indices, lines: Words) -> None:
+        self._lines += len(indices)
         mark(self._marks, indices)
         try:
             self._total = self._total + self._memory.swap(indices, lines) & MASK
         except ValueError as exc:
-            raise ProtocolError(f"{name}: {exc}") from exc
+            raise ProtocolError(f"a packet of the delta: {exc}") from exc
 
     def _end(self, flat: torch.Tensor) -> None:
         magic, lines, total, first, count, scrubbed = _END.unpack(flat.numpy().tobytes())

@@ -366,6 +366,63 @@ def mark(marks: Any, indices: Any) -> None:
         marks[index >> np.uint32(3)] |= np.uint8(1) << np.uint8(index & np.uint32(7))
 
 
+_VALUE_LANES = ir.VectorType(ir.IntType(16), 32)
+
+
+@_function(_u64, _u64, _u64)
+def _differing_values(_: Any, builder: Any, values: Sequence[Any]) -> Any:
+    """Return a bit for each of the 32 values of two bytes in which two lines differ."""
+    rows = [
+        builder.load(builder.inttoptr(value, _VALUE_LANES.as_pointer()), align=1)
+        for value in values
+    ]
+    differs = builder.icmp_unsigned("!=", *rows)
+    return builder.zext(builder.bitcast(differs, _I32), _I64)
+
+
+@_function(_u64, _u64)
+def _lowest_bit(_: Any, builder: Any, values: Sequence[Any]) -> Any:
+    """Return the place of the lowest bit that is set, of a number that is not 0."""
+    kind = ir.FunctionType(_I64, [_I64, _I1])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.cttz.i64")
+    return builder.call(function, [values[0], ir.Constant(_I1, 1)])
+
+
+@_compiled
+def list_changes(indices: Any, old: Any, new: Any, positions: Any, changes: Any) -> Any:
+    """Write position and difference of each value of two bytes that differs; return how many.
+
+    `old` and `new` are uint64[8 * n], the lines with these indices. `positions` is uint64[32 * n],
+    `changes` uint16[32 * n].
+    """
+    count = U(0)
+    before, now = U(old.ctypes.data), U(new.ctypes.data)
+    for i in range(len(indices)):
+        differs = _differing_values(before + LINE * U(i), now + LINE * U(i))
+        first = U(indices[i]) * U(32)
+        while differs:
+            lane = _lowest_bit(differs)
+            word, shift = U(i) * GROUP + lane // U(4), lane % U(4) * U(16)
+            by = (new[word] >> shift) - (old[word] >> shift)
+            positions[count] = first + lane
+            changes[count] = np.uint16(by & U(0xFFFF))
+            count += U(1)
+            differs &= differs - U(1)
+    return count
+
+
+@_compiled
+def gather(base: Any, indices: Any, lines: Any) -> None:
+    """Copy the lines at `base + 64 * index` to `lines`."""
+    count = U(len(indices))
+    out = U(lines.ctypes.data)
+    for at in range(count):
+        ahead = U(at) + _AHEAD
+        if ahead < count:
+            _fetch(base + LINE * U(indices[ahead]))
+        _copy_line(out + LINE * U(at), base + LINE * U(indices[at]))
+
+
 @_compiled
 def list_marked(marks: Any, first: Any, stop: Any, indices: Any) -> Any:
     """Write the numbers of the marked lines from `first` to `stop`; return how many there are.

@@ -69,6 +69,10 @@ def warm_up() -> None:
         compiled.sample(spans, table, np.uint64(8))
         compiled.swap(base, indices[:1], lines)
         compiled.are_growing(indices[:1], np.uint64(1))
+        compiled.gather(base, indices[:1], lines)
+        compiled.list_changes(
+            indices[:1], lines, lines, np.zeros(32, np.uint64), np.zeros(32, np.uint16)
+        )
         compiled.sum_range(base, np.uint64(0), np.uint64(1))
         compiled.mark(marks, indices[:1])
         compiled.list_marked(marks, np.uint64(0), np.uint64(8), np.zeros(16, np.uint32))
@@ -443,6 +447,28 @@ class LineMemory:
             else:
                 raise ValueError(f"line {indices[at]} is none of the stream's tensors")
         return change & MASK
+
+    def read(self, indices: Indices) -> Words:
+        """Return the contents of lines (`uint64[8 * n]`); `indices` as those of `swap`.
+
+        Of the last line of a tensor, zeros beyond its bytes.
+        """
+        lines = np.zeros(len(indices) * WORDS, np.uint64)
+        compiled: Any = kernels()
+        if self.is_flat:
+            compiled.gather(np.uint64(self._base & MASK), indices, lines)
+            return lines
+        at, out = 0, torch.from_numpy(lines.view(np.uint8))
+        while at < len(indices):
+            first, flat = self._parts[bisect_right(self._starts, int(indices[at])) - 1]
+            stop = int(np.searchsorted(indices, first + -(-flat.numel() // LINE)))
+            if stop == at:
+                raise ValueError(f"line {indices[at]} is none of the stream's tensors")
+            rows = _padded(flat).view(-1, LINE)
+            chosen = torch.from_numpy((indices[at:stop] - np.uint32(first)).astype(np.int64))
+            out[at * LINE : stop * LINE] = rows[chosen.to(rows.device)].view(-1).cpu()
+            at = stop
+        return lines
 
     def sum_of(self, first: int, count: int) -> int:
         """Return the sum of `count` lines as they are in memory now."""
