@@ -37,6 +37,7 @@ from weightsync.weights.lines import LineMemory, Marks, new_marks
 from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
 from weightsync.weights.sink import (
     Apply,
+    ArenaTarget,
     LoadTarget,
     Verification,
     WeightSink,
@@ -726,7 +727,7 @@ def _views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
         ]
 
 
-class _CopyTarget(_StagedTarget):
+class _CopyTarget(ArenaTarget, _StagedTarget):
     """One arena beside the model, copied over at commit."""
 
     def __init__(
@@ -737,20 +738,7 @@ class _CopyTarget(_StagedTarget):
         self.memory = self._arena = destinations.in_arena(buffer)
         self.peak_extra_nbytes = destinations.nbytes
         self.takes_deltas = destinations.shares is None
-        self._holds_last_update = False
         self.assign(destinations)
-
-    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
-        if not (self.takes_deltas and self._holds_last_update):
-            return None
-        return LineMemory(layout, self._arena)
-
-    def begin(self) -> None:
-        self.written = None
-
-    def discard(self) -> None:
-        if self.written is None or self.written.any():
-            self._holds_last_update = False
 
     def is_unused(self) -> bool:
         """Whether the module was the same at its last inspection; nothing else has this memory."""
@@ -764,7 +752,7 @@ class _CopyTarget(_StagedTarget):
         ]
 
     def commit(self) -> None:
-        self._holds_last_update = True
+        self.holds_commit()
         if not self._pairs:
             return
         with torch.no_grad():

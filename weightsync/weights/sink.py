@@ -86,6 +86,34 @@ class LoadTarget(ABC):
         """Abandon the update. The next update may overwrite staged memory."""
 
 
+class ArenaTarget(LoadTarget):
+    """A load target whose `memory` stays, and holds the weights in use after a commit.
+
+    A subclass calls `holds_commit` when its commit is complete. `begin` and `discard` keep account
+    of updates that overwrote the memory and were not committed.
+    """
+
+    _holds_weights_in_use = False
+
+    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
+        if not (self.takes_deltas and self._holds_weights_in_use) or self.memory is None:
+            return None
+        return LineMemory(layout, self.memory)
+
+    def begin(self) -> None:
+        super().begin()
+        self.written = None
+
+    def discard(self) -> None:
+        super().discard()
+        if self.written is None or self.written.any():
+            self._holds_weights_in_use = False
+
+    def holds_commit(self, whole: bool = True) -> None:
+        """Note that the memory holds the weights in use from now on, or not any more."""
+        self._holds_weights_in_use = whole
+
+
 class WeightSink(ABC):
     """The destination of weights in a receiver.
 
@@ -334,7 +362,7 @@ class _HookTarget(LoadTarget):
         pass
 
 
-class _StagedHookTarget(LoadTarget):
+class _StagedHookTarget(ArenaTarget):
     """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones.
 
     After a delta the hook is given the tensors that changed.
@@ -347,25 +375,12 @@ class _StagedHookTarget(LoadTarget):
         self.memory = Memory.of_stream(layout, buffer)
         self.peak_extra_nbytes = sink.staged_nbytes(layout)
         self.takes_deltas = not sink.keeps_views  # such a hook wants the whole model
-        self._holds_weights_in_use = False
-
-    def catch_up(self, layout: StreamLayout) -> LineMemory | None:
-        if not self._holds_weights_in_use or self.memory is None:
-            return None
-        return LineMemory(layout, self.memory)
-
-    def begin(self) -> None:
-        self.written = None
-
-    def discard(self) -> None:
-        if self.written is None or self.written.any():
-            self._holds_weights_in_use = False
 
     def commit(self) -> None:
         memory = self.memory
         if memory is None:
             return
-        self._holds_weights_in_use = False
+        self.holds_commit(False)  # until the hook has returned
         places: Sequence[int] = range(len(memory.tensors))
         if self.written is not None:
             places = touched(self._layout, self.written)
@@ -385,4 +400,4 @@ class _StagedHookTarget(LoadTarget):
         pairs.clear()
         if not self._sink.keeps_views:
             refuse_kept(tensors, counts)
-        self._holds_weights_in_use = True
+        self.holds_commit()

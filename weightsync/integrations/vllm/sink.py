@@ -37,6 +37,7 @@ from weightsync.weights.copy_plan import Memory
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.sink import (
     Apply,
+    ArenaTarget,
     LoadTarget,
     NamedTensor,
     WeightSink,
@@ -414,6 +415,8 @@ class VllmSink(WeightSink):
             name: kept for load_target in staged for name, kept in load_target.staged_tensors()
         }
         counts = [uses(flat) for _, flat in tensors.values()]
+        for load_target in staged:
+            load_target.holds_commit(whole=False)
         self.reload.begin()
         try:
             self.reload.load(
@@ -425,6 +428,8 @@ class VllmSink(WeightSink):
             raise
         # The next update would overwrite a tensor that vLLM kept.
         refuse_kept([(name, flat) for name, (_, flat) in tensors.items()], counts)
+        for load_target in staged:
+            load_target.holds_commit()
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """The whole stream: every worker stages it before it is cut into shards."""
@@ -470,6 +475,7 @@ class _AwakeLoadTarget(LoadTarget):
     """Refuses an update while the model sleeps; checked at its first bytes."""
 
     def begin(self) -> None:
+        super().begin()
         refuse_asleep("update_weights")
 
 
@@ -501,8 +507,13 @@ class _InPlaceLoadTarget(_AwakeLoadTarget):
         self._sink.reload.abandon()
 
 
-class _StagedLoadTarget(_AwakeLoadTarget):
-    """Stages the stream. Only `commit` changes the model, which keeps no tensor of the stream."""
+class _StagedLoadTarget(_AwakeLoadTarget, ArenaTarget):
+    """Stages the stream. Only `commit` changes the model, which keeps no tensor of the stream.
+
+    After a delta the whole model is loaded from the stream, since vLLM reloads whole layers.
+    """
+
+    takes_deltas = True
 
     def __init__(self, sink: VllmSink, layout: StreamLayout) -> None:
         self._sink = sink
