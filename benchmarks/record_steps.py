@@ -64,9 +64,7 @@ class Recorder:
             changed, total = counts.get(kind, (0, 0))
             counts[kind] = (changed + positions.size, total + now.size)
             if name.startswith(KEPT_LAYER):
-                changes[name] = (
-                    positions.astype(np.uint32), before[positions], now[positions]
-                )
+                changes[name] = (positions.astype(np.uint32), before[positions], now[positions])
         self._before = words
         self.counts.append(counts)
         self.changes.append(changes)

@@ -76,6 +76,11 @@ CASES: list[tuple[int, str, int, dict[str, Any], dict[str, Any]]] = [
     (4, "ddp", 1, {"packed": True, **SMALL}, {"apply": "in_place"}),
     (4, "plain", 3, {}, {}),
     (2, "plain", 1, {"dtype": torch.bfloat16, "packed": False}, {"model": "decoder-bfloat16"}),
+    (2, "fsdp", 2, {"delta": "always"}, {}),
+    (4, "fsdp", 1, {"delta": "always", **SMALL}, {"apply": "in_place"}),
+    (2, "fsdp", 2, {"delta": "always", "backend": "gloo"}, {}),
+    (2, "fsdp", 1, {"delta": "always", "dtype": torch.bfloat16}, {"model": "decoder-bfloat16"}),
+    (2, "plain", 3, {"delta": "always", "packed": False}, {}),
 ]
 
 
@@ -97,6 +102,8 @@ def test_bit_for_bit(
                 full.pop("head.weight")
         check_sent(sent, to, version)
         assert len(sent[0][0].result.receivers) == count
+        if "delta" in options:
+            assert sent[0][0].result.delta.sent == (version > 1)
 
 
 @four

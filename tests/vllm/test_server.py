@@ -79,6 +79,23 @@ def test_updates_compute_what_transformers_does(
             assert not served.is_paused
 
 
+def test_deltas_compute_what_transformers_does(server: Server) -> None:
+    served, model = server.served, server.model
+    with ws.connect(model, to=served.url, delta="always") as sender:
+        sent = []
+        for seed in range(4):
+            with torch.no_grad():
+                random = torch.Generator().manual_seed(seed)
+                for parameter in model.parameters():
+                    flat = parameter.view(-1)
+                    flat[torch.randint(flat.numel(), (8,), generator=random)] += 0.1
+            report = sender.send_weights()
+            assert report.delta is not None
+            sent.append(report.delta.sent)
+            served.assert_computes(model)
+        assert sent == [False, True, True, True]
+
+
 def test_vllms_trainer_api_drives_it_through_its_http_client(server: Server) -> None:
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient,

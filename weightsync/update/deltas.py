@@ -79,6 +79,8 @@ class DeltaPlanner:
         if found is None:
             self._reason = "the changes since the weights that the receivers hold are not known"
             return record
+        if not self._group.rank_infos[0].stable:  # room for all, or for all that pay
+            found = self.lines if self.choice == "always" else int(MAX_SHARE * self.lines)
         share = found / max(self.lines, 1)
         if share > MAX_SHARE and self.choice == "auto":
             self._next_rest = self._rest = min(max(2 * self._next_rest, 2), _MAX_REST)

@@ -128,15 +128,14 @@ class ChangeLog:
     def estimate(self, stable: Sequence[torch.Tensor] | None, bases: Sequence[str]) -> int | None:
         """Return about how many lines differ from the oldest of these bases; None if not known.
 
-        Without stable tensors, which can be looked at, it is room for all deltas that pay.
+        Without stable tensors, which can be looked at, those that are known to differ already.
         """
         if self._table is None or not all(map(self.knows, bases)):
             return None
         also = self.marks_since(bases)
         if stable is not None:
             return self._table.estimate(stable, also)
-        least = count_marked(also) if also is not None else 0
-        return max(int(MAX_SHARE * self._table.lines), least)
+        return count_marked(also) if also is not None else 0
 
     def forget(self) -> None:
         """Drop the table and all versions. The next scan makes them anew."""
@@ -147,13 +146,8 @@ class ChangeLog:
         self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
     ) -> None:
         """Scan the source without packing anything; these are the weights of `weights_id`."""
-        if self._keeps:
-            for _ in self.changes(weights_id, tensors):
-                pass
-            return
         with self._new_version(weights_id) as (table, marks):
-            for _ in table.scan(tensors, marks):
-                pass
+            self._note(table, marks, tensors)
 
     def scan(
         self,
@@ -168,26 +162,26 @@ class ChangeLog:
     def changes(
         self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
     ) -> Iterator[Section]:
-        """Scan the source, and yield the values that differ from the copy, which is then changed.
+        """Scan the source, and yield the values that differ from the copy, which then has them."""
+        with self._new_version(weights_id) as (table, marks):
+            for buffer in _buffers(table.scan(tensors, marks, packs=True)):
+                old = self._keep(buffer.filled, buffer.content)
+                yield changed_values(buffer.filled, old, buffer.content)
 
-        Of the first scan nothing is yielded.
-        """
-        first = self._kept is None
-        scan = self.scan(weights_id, tensors, None)
-        next(scan)
-        buffer = LineBuffer(torch.zeros(_BLOCK_LINES * (LINE + 4), dtype=torch.uint8))
-        more = True
-        while more:
-            buffer.count = 0
-            try:
-                scan.send(buffer)
-            except StopIteration:
-                more = False
-            indices, lines = buffer.indices[: buffer.count], buffer.lines[: buffer.count * 8]
-            if buffer.count:
-                old = self._keep(indices, lines)
-                if not first:
-                    yield changed_values(indices, old, lines)
+    def _note(
+        self,
+        table: LineTable,
+        marks: Marks,
+        tensors: Iterator[NamedTensor] | Sequence[NamedTensor],
+        start: int = 0,
+    ) -> None:
+        """Scan tensors for their sums, and for the copy where one is kept."""
+        if self._keeps:
+            for buffer in _buffers(table.scan(tensors, marks, packs=True, start=start)):
+                self.keep(buffer)
+        else:
+            for _ in table.scan(tensors, marks, start=start):
+                pass
 
     def _keep(self, indices: Indices, lines: Words) -> Words:
         """Change the copy; return what it held of these lines."""
@@ -201,7 +195,7 @@ class ChangeLog:
     def keep(self, buffer: LineBuffer) -> None:
         """Change the copy, where one is kept, to what a scan found."""
         if self._keeps and buffer.count:
-            self._keep(buffer.indices[: buffer.count], buffer.lines[: buffer.count * 8])
+            self._keep(buffer.filled, buffer.content)
 
     @contextmanager
     def _new_version(self, weights_id: str) -> Iterator[tuple[LineTable, Marks]]:
@@ -223,11 +217,10 @@ class ChangeLog:
                 self._add(weights_id if complete else "", table.total, marks)
 
     def recorded(self, weights_id: str, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield the tensors; each is scanned before that, as by `record`. Without a copy only."""
+        """Yield the tensors; each is scanned before that, as by `record`."""
         with self._new_version(weights_id) as (table, marks):
             for i, pair in enumerate(tensors):
-                for _ in table.scan([pair], marks, start=i):
-                    pass
+                self._note(table, marks, [pair], start=i)
                 yield pair
 
     def sum_of(self, first: int, count: int) -> int:
@@ -270,6 +263,21 @@ class ChangeLog:
             return
         else:
             self._versions.append(_Version(weights_id, total, marks))
+
+
+def _buffers(scan: Generator[None, LineBuffer, None]) -> Iterator[LineBuffer]:
+    """Yield what a scan finds, in one buffer that is used again and again."""
+    buffer = LineBuffer(torch.zeros(_BLOCK_LINES * (LINE + 4), dtype=torch.uint8))
+    next(scan)
+    more = True
+    while more:
+        buffer.count = 0
+        try:
+            scan.send(buffer)
+        except StopIteration:
+            more = False
+        if buffer.count:
+            yield buffer
 
 
 class DeltaSource:

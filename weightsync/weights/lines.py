@@ -194,6 +194,16 @@ class LineBuffer:
         """The number of lines that fit."""
         return len(self.indices)
 
+    @property
+    def filled(self) -> Indices:
+        """The numbers of the lines that were written."""
+        return self.indices[: self.count]
+
+    @property
+    def content(self) -> Words:
+        """The lines that were written."""
+        return self.lines[: self.count * WORDS]
+
 
 @dataclass(slots=True)
 class _Span:
