@@ -37,7 +37,7 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.report import ReceiverReport, SyncReport
+from weightsync.report import DeltaReport, ReceiverReport, SyncReport
 from weightsync.specs import Manifest, TensorSpec
 
 if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no modules of the sender
@@ -74,6 +74,7 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "DeltaError",
+    "DeltaReport",
     "FusedExpertsSource",
     "HandleError",
     "HookSink",

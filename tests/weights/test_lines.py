@@ -18,7 +18,14 @@ from weightsync.weights.checksums import settled
 from weightsync.weights.copy_plan import Memory
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import LINE, LineBuffer, LineMemory, LineTable, new_marks
+from weightsync.weights.lines import (
+    LINE,
+    LineBuffer,
+    LineMemory,
+    LineSample,
+    LineTable,
+    new_marks,
+)
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -192,12 +199,14 @@ def test_a_strided_tensor_is_scanned_as_it_is_sent() -> None:
 
 
 def test_the_estimate_is_near() -> None:
-    named = [("t", torch.zeros(4 << 20, dtype=torch.bfloat16))]
-    table = LineTable(layout_of(named))
-    scanned(table, named)
-    assert table.estimate([named[0][1]]) == 0
+    named = [("t", torch.zeros(4 << 20, dtype=torch.bfloat16)), ("u", torch.zeros(77))]
+    sample, tensors = LineSample(layout_of(named)), [tensor for _, tensor in named]
+    assert sample.changed_share(tensors) is None
+    assert sample.changed_share(tensors) == 0
     named[0][1].view(-1, 32)[::4] = 1
-    assert table.estimate([named[0][1]]) == pytest.approx(table.lines / 4, rel=0.2)
+    assert sample.changed_share(tensors) == pytest.approx(0.25, rel=0.1)
+    assert sample.changed_share(tensors) == 0
+    assert sample.changed_share([tensors[0].t(), tensors[1].double()]) is None
 
 
 class TestMemory:

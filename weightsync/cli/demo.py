@@ -22,6 +22,7 @@ from weightsync.cli.child import Child
 from weightsync.cli.demo_trainer import Proof, Ready, Step, decode_event
 from weightsync.cli.output import FAILED, describe, ending, print_json
 from weightsync.errors import ConfigError, RemoteError, WeightSyncError
+from weightsync.report import DeltaReport
 from weightsync.shm.segment import remove_leftovers
 from weightsync.transports.tokens import TOKEN_VARIABLE
 
@@ -159,8 +160,14 @@ def _describe(number: int, step: Step) -> str:
     return (
         f"step {number:>2}  reward {step.reward:.3f}  version {step.version:>2}  "
         f"{step.nbytes / 1e6:.1f} MB  {step.sync_s * 1e3:.1f} ms  {step.gbps:.2f} GB/s  "
-        f"stall {step.stall_s * 1e3:.2f} ms"
+        f"stall {step.stall_s * 1e3:.2f} ms  {_describe_delta(step.delta)}"
     )
+
+
+def _describe_delta(delta: DeltaReport) -> str:
+    if not delta.sent:
+        return f"sent whole: {delta.reason}" if delta.reason else "sent whole"
+    return f"{delta.share:.1%} of the lines changed, {delta.saved_nbytes / 1e6:.1f} MB saved"
 
 
 def _describe_proof(proof: Proof) -> str:

@@ -186,6 +186,7 @@ class Step(Event, frozen=True, kw_only=True, tag="step"):
     rollout_s: float
     train_s: float
     logprob_gap: float
+    delta: ws.DeltaReport = ws.DeltaReport()
 
 
 class Proof(Event, frozen=True, kw_only=True, tag="proof"):
@@ -284,6 +285,7 @@ def _step(
         rollout_s=generated - started,
         train_s=trained - generated,
         logprob_gap=gap,
+        delta=report.delta or ws.DeltaReport(),
     )
 
 

@@ -48,7 +48,10 @@ class TakeSnapshot(Command, frozen=True, kw_only=True):
 
 
 class EstimateChanges(Command, frozen=True, kw_only=True):
-    """Return about how many lines of the source have changed since the oldest of these weights."""
+    """Return about how much of the source has changed: since the last update, and since `bases`.
+
+    `bases` are the ids of the weights that receivers hold.
+    """
 
     bases: list[str]
 
@@ -58,7 +61,8 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
 
     With `bases`, as a delta that can be applied to any of these weights, of about `expected` lines;
     receivers read the lines of `scrub` back, by the first and their number. Without, the source's
-    lines are only recorded, for later deltas. `by_value` says that they go by a slow path.
+    lines are only recorded, for later deltas. `by_value`, deltas are coded for a slow
+    path, for which the rank `keeps` a copy of the stream.
     """
 
     weights_id: str
@@ -66,6 +70,7 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
     expected: int = 0
     scrub: tuple[int, int] = (0, 0)
     by_value: bool = False
+    keeps: bool = False
 
 
 class Begin(Command, frozen=True, kw_only=True):
@@ -122,15 +127,27 @@ AnyCommand = (
 )
 
 
+class ChangeEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank knows about changes of its source before it scans it.
+
+    `share` is about the share of lines that changed since the last update, None for tensors that
+    are made. `marked` is the number of lines that are known to differ from the bases, None where
+    these are not known. `are_newest` says that the bases are the weights of the last scan.
+    """
+
+    share: float | None = None
+    marked: int | None = None
+    are_newest: bool = False
+
+
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reply of one rank: the fields that belong to the command, or `problem`.
 
     `round` has the next messages of a handshake, `excused` the failed readers that are not to
     blame. `beats` has each reader's sign of life, by backend. `updates` has the payloads by
     backend, and by reader where each reader gets its own. `changed` names tensors of the source
-    that changed during the transfer, `not_finite` those that hold NaN or infinity. `knows_changes`
-    answers EstimateChanges, None on a rank without receivers; `are_newest` says that the weights
-    named are those of the last scan. `delta` has the terms of a delta,
+    that changed during the transfer, `not_finite` those that hold NaN or infinity. `estimate`
+    answers EstimateChanges, None on a rank without receivers. `delta` has the terms of a delta,
     `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets.
     """
 
@@ -147,8 +164,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     written_nbytes: int = 0
     changed: list[str] = []
     not_finite: list[str] = []
-    knows_changes: bool | None = None
-    are_newest: bool = True
+    estimate: ChangeEstimate | None = None
     delta: DeltaTerms | None = None
     delta_lines: int = 0
     delta_nbytes: int = 0

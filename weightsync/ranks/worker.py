@@ -38,6 +38,7 @@ from weightsync.ranks.comm import RankComm, compare_manifests
 from weightsync.ranks.commands import (
     AnyCommand,
     Begin,
+    ChangeEstimate,
     CheckMoved,
     CommandResult,
     Connect,
@@ -338,29 +339,36 @@ class RankWorker:
             self.source.refresh()
 
     def _estimate_changes(self, command: EstimateChanges) -> CommandResult:
-        """Return about how many lines changed; nothing on a rank that no receiver reads."""
+        """Return about how much has changed; nothing on a rank that no receiver reads."""
         if not self.engines:
             return CommandResult()
-        changes = self._changes
+        changes = self._log_of_changes()
         stable = None if self.source.is_made else self.source.stable_tensors()
-        found = None if changes is None else changes.estimate(stable, command.bases)
-        newest = changes is not None and changes.marks_since(command.bases) is None
         return CommandResult(
-            knows_changes=found is not None, are_newest=newest, delta_lines=found or 0
+            estimate=ChangeEstimate(
+                share=changes.changed_share(stable),
+                marked=changes.lines_since(command.bases),
+                are_newest=changes.marks_since(command.bases) is None,
+            )
         )
+
+    def _log_of_changes(self, *, keeps: bool = False) -> ChangeLog:
+        """Return the log of the source's changes, with a copy of the stream if it `keeps` one."""
+        if self._changes is None or self._changes.keeps < keeps:
+            self._changes = ChangeLog(StreamLayout(self.source.manifest), keeps=keeps)
+        return self._changes
 
     def _begin_delta(self, task: DeltaTask | None) -> None:
         """Prepare what an update does about deltas, on a rank that has readers."""
         self._delta, self._records = None, None
         if task is None or not self.reading:
             return
-        if self._changes is None or self._changes.keeps < task.by_value:
-            self._changes = ChangeLog(StreamLayout(self.source.manifest), keeps=task.by_value)
+        changes = self._log_of_changes(keeps=task.keeps)
         if not task.bases:
             self._records = task
             return
         self._delta = DeltaSource(
-            self._changes,
+            changes,
             self.source,
             task.weights_id,
             task.bases,

@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from weightsync.errors import WeightSyncError
-from weightsync.ranks.commands import CommandResult, DeltaTask, EstimateChanges
+from weightsync.errors import DeltaError, WeightSyncError
+from weightsync.ranks.commands import ChangeEstimate, CommandResult, DeltaTask, EstimateChanges
 from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
 from weightsync.specs import Manifest
@@ -54,47 +54,51 @@ class DeltaPlanner:
 
         The task has no bases where the whole model is sent, and the changes are only recorded.
         """
+        self._reason = self._never
         if self._never:
-            self._reason = self._never
             return None
         cannot = [member.target for member in members if not member.status.takes_deltas]
         if cannot:
             self._reason = f"{cannot[0]} takes no deltas"
             return None
-        by_value = any(member.cost > _MEMORY_COST for member in members)
-        record = DeltaTask(weights_id=weights_id, by_value=by_value)
-        if self._rest > 1:
-            self._rest -= 1
-            self._reason = f"too many lines changed; tried again in {self._rest} updates"
+        slow = any(member.cost > _MEMORY_COST for member in members)
+        record = DeltaTask(weights_id=weights_id, keeps=slow)
+        bases = sorted({member.delta_base or "" for member in members})
+        estimate = self._estimate(bases)
+        too_many = self._too_many(estimate)
+        if too_many:
+            self._reason = too_many
             return None
-        if self._rest:
-            self._rest = 0
-            self._reason = "too many lines changed; the next update is tried as a delta"
+        if "" in bases:
+            self._reason = "the receivers hold no weights of this sender that it knows"
             return record
-        if any(member.delta_base is None for member in members):
-            self._reason = "the receivers hold no weights of this sender yet"
-            return record
-        bases = sorted({member.delta_base for member in members if member.delta_base is not None})
-        found, newest = self._estimate(bases)
-        if found is None:
+        if estimate.marked is None:
             self._reason = "the changes since the weights that the receivers hold are not known"
             return record
-        if not self._group.rank_infos[0].stable:  # room for all, or for all that pay
-            found = self.lines if self.choice == "always" else int(MAX_SHARE * self.lines)
-        share = found / max(self.lines, 1)
-        if share > MAX_SHARE and self.choice == "auto":
-            self._next_rest = self._rest = min(max(2 * self._next_rest, 2), _MAX_REST)
-            self._reason = f"about {share:.0%} of the lines changed"
-            return None
-        self._next_rest = 0
-        self._reason = ""
+        if estimate.share is None:  # room for all that pay, or for all
+            expected = self.lines if self.choice == "always" else int(MAX_SHARE * self.lines)
+        else:
+            expected = min(int(estimate.share * self.lines) + estimate.marked, self.lines)
         return DeltaTask(
             weights_id=weights_id,
             bases=bases,
-            expected=found,
+            expected=expected,
             scrub=self._next_scrub(),
-            by_value=by_value and newest,
+            by_value=slow and estimate.are_newest,
+            keeps=slow,
         )
+
+    def _too_many(self, estimate: ChangeEstimate) -> str:
+        """Return why so much has changed that a delta does not pay; an empty string if it may."""
+        if self.choice == "always":
+            return ""
+        if estimate.share is not None:
+            many = estimate.share > MAX_SHARE
+            return f"about {estimate.share:.0%} of the lines changed" if many else ""
+        if self._rest:
+            self._rest -= 1
+            return f"too many lines changed; a delta is tried again after {self._rest + 1} updates"
+        return ""
 
     def _next_scrub(self) -> tuple[int, int]:
         """Return the first line and the number of lines that receivers read back, in turn.
@@ -108,8 +112,14 @@ class DeltaPlanner:
         return first, count
 
     def failed(self, error: WeightSyncError) -> None:
-        """Note that a delta failed; the whole model is sent instead."""
+        """Note that a delta failed; the whole model is sent instead.
+
+        Where tensors are made, only an attempt shows how much has changed, so the next one is made
+        after some updates, after twice as many each time.
+        """
         self._reason = f"a delta failed: {error}"
+        if isinstance(error, DeltaError) and not self._group.rank_infos[0].stable:
+            self._next_rest = self._rest = min(max(2 * self._next_rest, 2), _MAX_REST)
 
     def repeat(self, weights_id: str) -> DeltaTask | None:
         """Return the task of an update that sends the whole model after a delta failed."""
@@ -123,6 +133,7 @@ class DeltaPlanner:
         nbytes = max((result.delta_nbytes for result in results), default=0)
         if not nbytes:
             return DeltaReport(reason=self._reason)
+        self._next_rest = 0
         whole = self._group.manifest.nbytes
         return DeltaReport(
             sent=True,
@@ -132,16 +143,17 @@ class DeltaPlanner:
             saved_nbytes=max(whole - nbytes, 0),
         )
 
-    def _estimate(self, bases: Sequence[str]) -> tuple[int | None, bool]:
-        """Return about how many lines have changed on the rank with the most; None if not known.
-
-        And whether the bases are the weights of the last scan on all ranks.
-        """
-        results = self._group.run_on_all(EstimateChanges(bases=list(bases)))
-        counts = [result.delta_lines for result in results if result.knows_changes is not None]
-        known = all(result.knows_changes is not False for result in results)
-        newest = all(result.are_newest for result in results)
-        return max(counts) if known and counts else None, newest
+    def _estimate(self, bases: Sequence[str]) -> ChangeEstimate:
+        """Return what the ranks know, of the rank with the most changes."""
+        found = self._group.run_on_all(EstimateChanges(bases=list(bases)))
+        known = [result.estimate for result in found if result.estimate is not None]
+        shares = [one.share for one in known]
+        marked = [one.marked for one in known]
+        return ChangeEstimate(
+            share=None if None in shares else max(filter(None, shares), default=0.0),
+            marked=None if None in marked else max(filter(None, marked), default=0),
+            are_newest=all(one.are_newest for one in known),
+        )
 
 
 def why_never(choice: DeltaChoice, manifest: Manifest) -> str:

@@ -41,6 +41,7 @@ from weightsync.weights.lines import (
     Indices,
     LineBuffer,
     LineMemory,
+    LineSample,
     LineTable,
     Marks,
     Words,
@@ -97,6 +98,7 @@ class ChangeLog:
         self.layout = layout
         self._table: LineTable | None = None
         self._versions: deque[_Version] = deque(maxlen=KEPT_VERSIONS)
+        self._sample = LineSample(layout)
         self._keeps = keeps
         self._kept: LineMemory | None = None
 
@@ -125,17 +127,19 @@ class ChangeLog:
         """Return the fingerprints of the versions that a delta can build on, by weights id."""
         return {v.weights_id: to_hex(v.total) for v in self._versions if self.knows(v.weights_id)}
 
-    def estimate(self, stable: Sequence[torch.Tensor] | None, bases: Sequence[str]) -> int | None:
-        """Return about how many lines differ from the oldest of these bases; None if not known.
+    def changed_share(self, stable: Sequence[torch.Tensor] | None) -> float | None:
+        """Return about which share of the lines changed since the last call; None if not known.
 
-        Without stable tensors, which can be looked at, those that are known to differ already.
+        Made tensors cannot be looked at before they are sent.
         """
+        return None if stable is None else self._sample.changed_share(stable)
+
+    def lines_since(self, bases: Sequence[str]) -> int | None:
+        """Return how many lines the last scans marked since these bases; None if not known."""
         if self._table is None or not all(map(self.knows, bases)):
             return None
-        also = self.marks_since(bases)
-        if stable is not None:
-            return self._table.estimate(stable, also)
-        return count_marked(also) if also is not None else 0
+        marks = self.marks_since(bases)
+        return 0 if marks is None else count_marked(marks)
 
     def forget(self) -> None:
         """Drop the table and all versions. The next scan makes them anew."""

@@ -282,22 +282,22 @@ def _byte(_: Any, builder: Any, values: Sequence[Any]) -> Any:
 
 
 @_compiled
-def sample(spans: Any, table: Any, step: Any) -> Any:
-    """Compare one of `step` groups of eight lines with `table`; return lines seen, and changed."""
-    seen, changed = U(0), U(0)
+def sample(spans: Any, step: Any, sums: Any) -> Any:
+    """Write the sums of the lines in one of `step` groups of eight; return how many there are.
+
+    `sums` is uint64[n], with room for all of them.
+    """
+    count = U(0)
     for span in range(len(spans)):
         begin, groups, first = spans[span, 0], spans[span, 1] // U(512), spans[span, 2]
-        left = (first // GROUP) % step
-        group = (step - left) % step
+        group = (step - (first // GROUP) % step) % step
         while group < groups:
-            line = first + group * GROUP
             for i in range(8):
-                address = begin + (group * GROUP + U(i)) * LINE
-                if _line_sum(address, _key(line + U(i))) != table[line + U(i)]:
-                    changed += U(1)
-            seen += GROUP
+                place = group * GROUP + U(i)
+                sums[count] = _line_sum(begin + place * LINE, _key(first + place))
+                count += U(1)
             group += step
-    return seen, changed
+    return count
 
 
 @_compiled

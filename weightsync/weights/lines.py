@@ -66,7 +66,7 @@ def warm_up() -> None:
         indices, lines = np.zeros(8, np.uint32), np.zeros(64, np.uint64)
         compiled.scan(spans, state, table, marks, _NOTHING, indices, lines, np.zeros(512, np.uint8))
         base = np.uint64(memory.ctypes.data)
-        compiled.sample(spans, table, np.uint64(8))
+        compiled.sample(spans, np.uint64(8), table)
         compiled.swap(base, indices[:1], lines)
         compiled.are_growing(indices[:1], np.uint64(1))
         compiled.gather(base, indices[:1], lines)
@@ -223,6 +223,68 @@ def _places(spans: Sequence[_Span]) -> Words:
     return np.array(places, np.uint64).reshape(-1, 3)
 
 
+class KnownSpans:
+    """Finds where the tensors of a source lie in host memory; at once if they have not moved."""
+
+    def __init__(self, layout: StreamLayout) -> None:
+        self._layout = layout
+        self._known: tuple[list[object], Words] | None = None
+
+    def find(self, tensors: Sequence[torch.Tensor]) -> Words | None:
+        """Return the spans of all tensors, None unless their own memory is what is sent."""
+        state: list[object] = [*map(torch.Tensor.data_ptr, tensors), *map(_IS_CONTIGUOUS, tensors)]
+        state += map(_DTYPE, tensors)
+        if self._known is not None and self._known[0] == state:
+            return self._known[1]
+        for tensor, spec in zip(tensors, self._layout.manifest.specs, strict=True):
+            if tensor.device.type != "cpu" or not is_plain(tensor, spec):
+                return None
+        filled = zip(tensors, self._layout.offsets, strict=True)
+        places = _places([_Span(as_bytes(t), at // LINE) for t, at in filled if t.numel()])
+        self._known = state, places
+        return places
+
+
+class LineSample:
+    """The sums of some lines of a source, to estimate cheaply how many change from call to call.
+
+    It looks at 4096 groups of eight lines, at all of a small stream. Only tensors in host memory
+    that are sent as they are.
+    """
+
+    def __init__(self, layout: StreamLayout) -> None:
+        groups = count_lines(layout) // 8
+        self._step = min(max(groups // _MOST_SAMPLES, 1), _MOST_APART)
+        self._known = KnownSpans(layout)
+        self._layout = layout
+        self._sums: Words | None = None
+
+    def changed_share(self, tensors: Sequence[torch.Tensor]) -> float | None:
+        """Return the share of lines that changed since the last call; None where not known."""
+        compiled, spans = kernels(), self._known.find(tensors)
+        if spans is None:
+            return None
+        if compiled is not None:
+            room = int(sum(spans[:, 1]) // (512 * self._step) + len(spans) + 1) * 8
+            sums = np.zeros(room, np.uint64)
+            sums = sums[: int(compiled.sample(spans, np.uint64(self._step), sums))]
+        else:
+            sums = self._sample_with_torch(tensors)
+        before, self._sums = self._sums, sums
+        if before is None or len(before) != len(sums) or not len(sums):
+            return None
+        return float((before != sums).mean())
+
+    def _sample_with_torch(self, tensors: Sequence[torch.Tensor]) -> Words:
+        found = [np.zeros(0, np.uint64)]
+        for tensor, offset in zip(tensors, self._layout.offsets, strict=True):
+            first, groups = offset // LINE, tensor.nbytes // LINE // 8
+            at = -(first // 8) % self._step
+            if at < groups:
+                found.append(_sampled_sums(as_bytes(tensor), first, range(at, groups, self._step)))
+        return np.concatenate(found)
+
+
 class LineTable:
     """The sum of every line of a source's stream, by which the next scan finds what changed.
 
@@ -236,9 +298,7 @@ class LineTable:
         self.lines = count_lines(layout)
         self._sums: Words = np.zeros(self.lines + WORDS, np.uint64)
         self._scratch = np.zeros(8 * LINE, np.uint8)
-        groups = self.lines // 8
-        self._step = min(max(groups // _MOST_SAMPLES, 1), _MOST_APART)
-        self._known: tuple[list[object], Words] | None = None
+        self._known = KnownSpans(layout)
         self.total = 0
 
     @property
@@ -266,7 +326,7 @@ class LineTable:
         into = (yield) if packs else None
         whole = isinstance(tensors, Sequence) and len(tensors) == len(self._layout.manifest.specs)
         if compiled is not None and whole:
-            spans = self._spans_in_host_memory([tensor for _, tensor in tensors])
+            spans = self._known.find([tensor for _, tensor in tensors])
             if spans is not None:
                 yield from self._scan_compiled(compiled, spans, marks, extra, into)
                 return
@@ -276,55 +336,9 @@ class LineTable:
             else:
                 into = yield from self._scan_with_torch(span, marks, extra, into)
 
-    def estimate(self, tensors: Sequence[torch.Tensor], also: Marks | None = None) -> int:
-        """Return about how many lines a scan would write; looks at some, at all of a small stream.
-
-        `tensors` as those of `scan`; only plain ones in host memory are looked at. 0 where there
-        are none, or none has changed.
-        """
-        compiled = kernels()
-        spans = None if compiled is None else self._spans_in_host_memory(tensors)
-        if compiled is not None and spans is not None:
-            seen, differ = map(int, compiled.sample(spans, self._sums, np.uint64(self._step)))
-        else:
-            seen, differ = self._sample_with_torch(tensors)
-        found = round(differ / seen * self.lines) if seen else 0
-        return max(found, 0 if also is None else count_marked(also))
-
-    def _sample_with_torch(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """Return how many lines were looked at, and how many of these changed."""
-        seen = differ = 0
-        for spec, tensor, offset in zip(
-            self._layout.manifest.specs, tensors, self._layout.offsets, strict=True
-        ):
-            first, groups = offset // LINE, spec.nbytes // LINE // 8
-            at = -(first // 8) % self._step
-            if at < groups and tensor.device.type == "cpu" and is_plain(tensor, spec):
-                groups_seen = range(at, groups, self._step)
-                now = _sampled_sums(as_bytes(tensor), first, groups_seen)
-                lines = _lines_of(first, groups_seen)
-                differ += int((now != self._sums[lines]).sum())
-                seen += len(lines)
-        return seen, differ
-
     def sum_of(self, first: int, count: int) -> int:
         """Return the sum of `count` lines as the last scan saw them."""
         return int(self._sums[first : first + count].sum())
-
-    def _spans_in_host_memory(self, tensors: Sequence[torch.Tensor]) -> Words | None:
-        """Return where all tensors lie, None unless their own host memory is what is sent."""
-        state: list[object] = [*map(torch.Tensor.data_ptr, tensors), *map(_IS_CONTIGUOUS, tensors)]
-        state += map(_DTYPE, tensors)
-        if self._known is not None and self._known[0] == state:
-            return self._known[1]
-        layout = self._layout
-        for tensor, spec in zip(tensors, layout.manifest.specs, strict=True):
-            if tensor.device.type != "cpu" or not is_plain(tensor, spec):
-                return None
-        filled = zip(tensors, layout.offsets, strict=True)
-        places = _places([_Span(as_bytes(t), at // LINE) for t, at in filled if t.numel()])
-        self._known = state, places
-        return places
 
     def _spans(self, tensors: Iterable[tuple[str, torch.Tensor]], start: int) -> Iterator[_Span]:
         """Yield the bytes that are sent, each span valid until the next."""
