@@ -227,6 +227,7 @@ class WeightReceiver:
                 orphaned=orphaned,
                 paused=self.paused,
                 takes_deltas=session.load_targets.takes_deltas,
+                holds_shards=session.load_targets.holds_shards,
                 detail=lifecycle.refusal,
                 device_keys=session.senders.keys,
                 shared_memory=usage,

@@ -76,20 +76,20 @@ def save(model: Any, folder: Path, label: str) -> str:
 
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize(
-    ("label", "packed", "apply"),
+    ("label", "packed", "apply", "delta"),
     [
-        ("qwen3", True, "staged"),
-        ("qwen3", False, "in_place"),
-        ("tied", True, "in_place"),
-        ("tied", False, "staged"),
-        ("fused rows", True, "staged"),
-        ("fused rows", False, "in_place"),
-        ("fused and strided", True, "in_place"),
-        ("fused and strided", False, "staged"),
+        ("qwen3", True, "staged", True),
+        ("qwen3", False, "in_place", False),
+        ("tied", True, "in_place", True),
+        ("tied", False, "staged", False),
+        ("fused rows", True, "staged", False),
+        ("fused rows", False, "in_place", True),
+        ("fused and strided", True, "in_place", False),
+        ("fused and strided", False, "staged", True),
     ],
 )
 def test_every_rank_gets_what_a_checkpoint_would_give_it(
-    ranks: Group, tmp_path: Path, label: str, packed: bool, apply: Apply
+    ranks: Group, tmp_path: Path, label: str, packed: bool, apply: Apply, delta: bool
 ) -> None:
     trained = make(label)
     ranks.ask("load", {"path": save(trained, tmp_path, "start"), "apply": apply})
@@ -97,11 +97,18 @@ def test_every_rank_gets_what_a_checkpoint_would_give_it(
     for placements in ranks.ask("placements"):
         assert {p for name, p in placements.items() if name.endswith(known)} == {f"[{placement}]"}
     with ws.connect(
-        trained, to=list(ranks.ranks), packed=packed, bucket_nbytes=BUCKET_NBYTES, num_buckets=2
+        trained,
+        to=list(ranks.ranks),
+        packed=packed,
+        bucket_nbytes=BUCKET_NBYTES,
+        num_buckets=2,
+        delta="always" if delta else "off",
     ) as sender:
         for version in range(1, UPDATES + 1):
             soften(trained, seed=version)
             report = sender.send_weights()
+            sent = report.delta is not None and report.delta.sent
+            assert sent == (delta and version > 1), report.delta
             assert (report.packed, report.apply, report.verified) == (packed, apply, "held")
             held = ranks.ask("compare", save(trained, tmp_path, f"step-{version}"))
             for rank in held:

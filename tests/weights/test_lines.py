@@ -231,7 +231,7 @@ class TestMemory:
             indices = np.array(order, np.uint32)
             content = np.frombuffer(b"".join(found[i] for i in order), np.uint64).copy()
             for memory, where in zip(memories, kept, strict=True):
-                by = memory.swap(indices, content)
+                by = memory.write(indices, content)
                 assert by == (table.total - before) % (1 << 64)
                 assert memory.sum_of(0, table.lines) == table.total
                 assert memory.sum_of(3, 200) == table.sum_of(3, 200) % (1 << 64)
@@ -243,10 +243,10 @@ class TestMemory:
         layout = layout_of(named)
         memory = LineMemory(layout, Memory([as_bytes(tensor) for _, tensor in named]))
         line = np.zeros(8, np.uint64)
-        honest = memory.swap(np.array([0], np.uint32), line)
+        honest = memory.write(np.array([0], np.uint32), line)
         assert honest == 0
         line[7] = 1  # beyond the 33 bytes
-        assert memory.swap(np.array([0], np.uint32), line) != 0
+        assert memory.write(np.array([0], np.uint32), line) != 0
         assert torch.equal(named[1][1], torch.ones(3))
 
     def test_marked_lines_are_copied(self) -> None:

@@ -375,6 +375,7 @@ class RankWorker:
             task.expected,
             scrub=task.scrub,
             by_value=self._codes_early,
+            to_shards=task.to_shards,
         )
 
     def _begin(self, command: Begin) -> CommandResult:

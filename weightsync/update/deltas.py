@@ -62,6 +62,7 @@ class DeltaPlanner:
             self._reason = f"{cannot[0]} takes no deltas"
             return None
         slow = any(member.cost > _MEMORY_COST for member in members)
+        shards = any(member.status.holds_shards for member in members)
         record = DeltaTask(weights_id=weights_id, keeps=slow)
         bases = sorted({member.delta_base or "" for member in members})
         estimate = self._estimate(bases)
@@ -84,7 +85,8 @@ class DeltaPlanner:
             bases=bases,
             expected=expected,
             scrub=self._next_scrub(),
-            by_value=slow and estimate.are_newest,
+            by_value=slow and estimate.are_newest and not shards,
+            to_shards=shards,
             keeps=slow,
         )
 

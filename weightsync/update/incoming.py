@@ -215,6 +215,12 @@ class LoadTargets:
         """Whether the load target of the whole model can hold a base for deltas."""
         return self._whole is not None and self._whole[1].takes_deltas
 
+    @property
+    def holds_shards(self) -> bool:
+        """Whether the load target of the whole model holds shards of its tensors."""
+        memory = self._whole[1].memory if self._whole is not None else None
+        return memory is not None and memory.shares is not None
+
     def catch_up(self) -> None:
         """Prepare memory for a delta of the whole model, which `of_delta` would do otherwise."""
         whole, layout = self._whole, self._layout

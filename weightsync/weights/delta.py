@@ -66,7 +66,7 @@ _BLOCK_LINES = 4096
 _HEADER = struct.Struct("<QQ")
 _HEADER_NBYTES = LINE
 _LINES_MAGIC = 0x7773_6C69_6E65_0001
-_END = struct.Struct("<QQQQQQ")
+_END = struct.Struct("<QQQQQQQ")
 _END_MAGIC = 0x7773_656E_6421_0001
 _SLACK = 1.15
 """Room for more lines than the estimate, which has looked at one in 512."""
@@ -193,7 +193,7 @@ class ChangeLog:
             copy = arena.allocate(self.layout.nbytes, torch.device("cpu"))
             self._kept = LineMemory(self.layout, Memory.of_stream(self.layout, copy))
         old = self._kept.read(indices)
-        self._kept.swap(indices, lines)
+        self._kept.write(indices, lines)
         return old
 
     def keep(self, buffer: LineBuffer) -> None:
@@ -230,6 +230,10 @@ class ChangeLog:
     def sum_of(self, first: int, count: int) -> int:
         """Return the sum of some lines of the newest version, 0 without a table."""
         return self._table.sum_of(first, count) & MASK if self._table is not None else 0
+
+    def sum_of_lines(self, indices: Indices) -> int:
+        """Return the sum of these lines of the newest version, 0 without a table."""
+        return self._table.sum_of_lines(indices) if self._table is not None else 0
 
     @property
     def total(self) -> int:
@@ -302,11 +306,14 @@ class DeltaSource:
         *,
         scrub: tuple[int, int] = (0, 0),
         by_value: bool = False,
+        to_shards: bool = False,
     ) -> None:
         self._log, self._source, self._weights_id = log, source, weights_id
         self._also = log.marks_since(bases)
         self._bases = {base: total for base, total in log.totals().items() if base in bases}
         self._scrub = scrub
+        self._to_shards = to_shards
+        self._sent = 0
         self._expected = expected
         self.written_lines = 0
         lines = count_lines(log.layout)
@@ -347,10 +354,11 @@ class DeltaSource:
                 yield f"delta.{i}", partial(_write_bytes, section)
             yield f"delta.{len(self._sections)}", self._write_end
             return
-        packets = _Packets(self._log, self._log.scan(self._weights_id, self._pairs(), self._also))
+        scan = self._log.scan(self._weights_id, self._pairs(), self._also)
+        packets = _Packets(self._log, scan, adds_up=self._to_shards)
         for i in range(self._packets):
             yield f"delta.{i}", packets.write
-        self.written_lines = packets.lines
+        self.written_lines, self._sent = packets.lines, packets.sent
         if not packets.done:
             packets.close()
             raise DeltaError(
@@ -398,6 +406,7 @@ class DeltaSource:
             self._log.total,
             *self._scrub,
             scrubbed,
+            self._sent & MASK,
         )
 
 
@@ -408,8 +417,11 @@ def _write_bytes(data: bytes, target: torch.Tensor) -> None:
 class _Packets:
     """Writes the changed lines of a scan to packets."""
 
-    def __init__(self, log: ChangeLog, scan: Generator[None, LineBuffer, None]) -> None:
-        self.lines = 0
+    def __init__(
+        self, log: ChangeLog, scan: Generator[None, LineBuffer, None], *, adds_up: bool
+    ) -> None:
+        self.lines = self.sent = 0
+        self._adds_up = adds_up
         self.done = False
         self._log = log
         self._scan = scan
@@ -428,6 +440,8 @@ class _Packets:
                 self.done = True
         _HEADER.pack_into(target.numpy().data, 0, _LINES_MAGIC, buffer.count)
         self._log.keep(buffer)
+        if self._adds_up:
+            self.sent += self._log.sum_of_lines(buffer.filled)
         self.lines += buffer.count
 
     def close(self) -> None:
@@ -447,7 +461,7 @@ class DeltaTarget(LoadTarget):
         self.fingerprint: int | None = None
         self._target = target
         self._memory = memory
-        self._total = int(base_total, 16)
+        self._base, self._written = int(base_total, 16), 0
         self._lines = 0
         self._marks = new_marks(memory.lines)
 
@@ -521,23 +535,26 @@ class DeltaTarget(LoadTarget):
         self._lines += len(indices)
         mark(self._marks, indices)
         try:
-            self._total = self._total + self._memory.swap(indices, lines) & MASK
+            self._written = self._written + self._memory.write(indices, lines) & MASK
         except ValueError as exc:
             raise ProtocolError(f"a packet of the delta: {exc}") from exc
 
     def _end(self, flat: torch.Tensor) -> None:
-        magic, lines, total, first, count, scrubbed = _END.unpack(flat.numpy().tobytes())
+        magic, lines, total, first, count, scrubbed, sent = _END.unpack(flat.numpy().tobytes())
         if magic != _END_MAGIC or first + count > self._memory.lines:
             raise ProtocolError("the last packet of the delta is damaged")
         if lines != self._lines:
             raise ProtocolError(f"the delta has {lines} lines, of which {self._lines} arrived")
-        if total != self._total:
+        if not self._memory.proves_base:
+            if sent != self._written:
+                raise VerificationError("lines were changed on the way; send the update again")
+        elif total != self._base + self._written & MASK:
             raise VerificationError(
-                f"the weights have fingerprint {to_hex(self._total)} after the delta, and the "
-                f"sender's {to_hex(total)}: their base differs, or lines were changed on the way; "
-                "the update is not applied, the next one is a full one"
+                f"the weights have fingerprint {to_hex(self._base + self._written & MASK)} after "
+                f"the delta, and the sender's {to_hex(total)}: their base differs, or lines were "
+                "changed on the way; the update is not applied, the next one is a full one"
             )
-        if self._memory.sum_of(first, count) != scrubbed:
+        elif self._memory.sum_of(first, count) != scrubbed:
             raise VerificationError(
                 f"weights that the delta leaves as they are differ from the sender's, among lines "
                 f"{first} to {first + count}: they changed in memory since the last full update; "

@@ -300,6 +300,12 @@ def sample(spans: Any, step: Any, sums: Any) -> Any:
     return count
 
 
+@_function(types.void, _u64, types.uint8)
+def _put(_: Any, builder: Any, values: Sequence[Any]) -> Any:
+    """Write a byte to an address."""
+    builder.store(values[1], builder.inttoptr(values[0], _I8.as_pointer()))
+
+
 @_compiled
 def swap(base: Any, indices: Any, lines: Any) -> Any:
     """Overwrite the lines at `base + 64 * index` by `lines`.
@@ -453,3 +459,58 @@ def copy_lines(target: Any, source: Any, indices: Any) -> None:
             _fetch(target + place)
         place = LINE * U(indices[at])
         _copy_line(target + place, source + place)
+
+
+@_compiled
+def sum_of_lines(indices: Any, lines: Any) -> Any:
+    """Return the sum of the lines with these numbers, whose contents are `lines`."""
+    total = U(0)
+    address = U(lines.ctypes.data)
+    for i in range(len(indices)):
+        total += _line_sum(address + LINE * U(i), _key(U(indices[i])))
+    return total
+
+
+@_compiled
+def scatter(blocks: Any, indices: Any, lines: Any) -> None:
+    """Write the bytes of lines to the blocks that hold them.
+
+    `blocks` is uint64[n, 6]: the byte of the stream at which a block's first row begins, its
+    address, width and height, and the distances between rows in the stream and in memory.
+    """
+    content = lines.view(np.uint8)
+    for b in range(len(blocks)):
+        source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
+        height, apart, target_apart = blocks[b, 3], blocks[b, 4], blocks[b, 5]
+        for i in range(len(indices)):
+            begin = U(indices[i]) * LINE
+            row = U(0) if begin < source + width else (begin - source - width) // apart + U(1)
+            while row < height and source + row * apart < begin + LINE:
+                first = source + row * apart
+                start, stop = max(first, begin), min(first + width, begin + LINE)
+                place = target + row * target_apart + start - first
+                for j in range(stop - start):
+                    _put(place + U(j), content[U(i) * LINE + start - begin + U(j)])
+                row += U(1)
+
+
+@_compiled
+def holds(blocks: Any, indices: Any, lines: Any) -> bool:
+    """Return whether the blocks of `scatter` hold the bytes of these lines."""
+    content = lines.view(np.uint8)
+    differs = np.uint8(0)
+    for b in range(len(blocks)):
+        source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
+        height, apart, target_apart = blocks[b, 3], blocks[b, 4], blocks[b, 5]
+        for i in range(len(indices)):
+            begin = U(indices[i]) * LINE
+            row = U(0) if begin < source + width else (begin - source - width) // apart + U(1)
+            while row < height and source + row * apart < begin + LINE:
+                first = source + row * apart
+                start, stop = max(first, begin), min(first + width, begin + LINE)
+                place = target + row * target_apart + start - first
+                for j in range(stop - start):
+                    here = content[U(i) * LINE + start - begin + U(j)]
+                    differs |= here ^ _byte(place + U(j))
+                row += U(1)
+    return bool(differs == 0)

@@ -340,6 +340,10 @@ class LineTable:
         """Return the sum of `count` lines as the last scan saw them."""
         return int(self._sums[first : first + count].sum())
 
+    def sum_of_lines(self, indices: Indices) -> int:
+        """Return the sum of the lines with these numbers as the last scan saw them."""
+        return int(self._sums[indices].sum()) & MASK
+
     def _spans(self, tensors: Iterable[tuple[str, torch.Tensor]], start: int) -> Iterator[_Span]:
         """Yield the bytes that are sent, each span valid until the next."""
         layout = self._layout
@@ -424,14 +428,17 @@ def _cast(tensor: torch.Tensor, spec: TensorSpec, first: int) -> Iterator[_Span]
 class LineMemory:
     """The lines of a receiver's memory, whole tensors in the layout of a stream.
 
-    Raises ValueError for shards, which hold no whole lines, and for words that are not aligned.
+    Where it `proves_base`, `write` tells what the lines held before. Raises ValueError for shards
+    (ShardLines takes those), and for words that are not aligned.
     """
+
+    proves_base = True
 
     def __init__(self, layout: StreamLayout, memory: Memory) -> None:
         if memory.shares is not None:
             raise ValueError("shards of tensors have no whole lines")
         self.lines = count_lines(layout)
-        self._parts: list[tuple[int, torch.Tensor]] = []
+        self._tensors: list[tuple[int, torch.Tensor]] = []
         self._base = 0
         filled = [
             (offset // LINE, flat)
@@ -444,11 +451,16 @@ class LineMemory:
         else:
             if kernels() is None and any(flat.data_ptr() % 8 for _, flat in filled):
                 raise ValueError("the memory of a tensor is not aligned")
-            self._parts = filled
-        self._starts = [first for first, _ in self._parts]
+            self._tensors = filled
+        self._starts = [first for first, _ in self._tensors]
         self._memory = memory
 
-    def swap(self, indices: Indices, lines: Words) -> int:
+    @property
+    def memory(self) -> Memory:
+        """The memory that has the lines."""
+        return self._memory
+
+    def write(self, indices: Indices, lines: Words) -> int:
         """Overwrite lines; return the sum of the new ones, read back, less that of the old ones.
 
         `indices` is uint32[n], growing, each below `lines`; `lines` is uint64[8 * n].
@@ -457,7 +469,7 @@ class LineMemory:
             return self._swap_compiled(self._base, indices, lines)
         change, at = 0, 0
         while at < len(indices):
-            first, flat = self._parts[bisect_right(self._starts, int(indices[at])) - 1]
+            first, flat = self._tensors[bisect_right(self._starts, int(indices[at])) - 1]
             whole = flat.numel() // LINE
             stop = int(np.searchsorted(indices, first + whole))
             if stop > at:
@@ -473,7 +485,7 @@ class LineMemory:
         return change & MASK
 
     def read(self, indices: Indices) -> Words:
-        """Return the contents of lines (`uint64[8 * n]`); `indices` as those of `swap`.
+        """Return the contents of lines (`uint64[8 * n]`); `indices` as those of `write`.
 
         Of the last line of a tensor, zeros beyond its bytes.
         """
@@ -484,7 +496,7 @@ class LineMemory:
             return lines
         at, out = 0, torch.from_numpy(lines.view(np.uint8))
         while at < len(indices):
-            first, flat = self._parts[bisect_right(self._starts, int(indices[at])) - 1]
+            first, flat = self._tensors[bisect_right(self._starts, int(indices[at])) - 1]
             stop = int(np.searchsorted(indices, first + -(-flat.numel() // LINE)))
             if stop == at:
                 raise ValueError(f"line {indices[at]} is none of the stream's tensors")
@@ -499,7 +511,7 @@ class LineMemory:
         if self.is_flat:
             return self._sum_compiled(self._base + first * LINE, first, count)
         total, stop = 0, first + count
-        for start, flat in self._parts:
+        for start, flat in self._tensors:
             begin, end = max(first, start), min(stop, start + -(-flat.numel() // LINE))
             if begin < end:
                 part = _padded(flat[(begin - start) * LINE : (end - start) * LINE])
@@ -516,7 +528,7 @@ class LineMemory:
             for indices in marked(marks):
                 compiled.copy_lines(np.uint64(self._base), np.uint64(other._base), indices)
             return
-        for mine, theirs in zip(self._memory.tensors, other._memory.tensors, strict=True):
+        for mine, theirs in zip(self._memory.tensors, other.memory.tensors, strict=True):
             mine.copy_(theirs)
 
     def _swap_whole(self, flat: torch.Tensor, first: int, indices: Indices, lines: Words) -> int:

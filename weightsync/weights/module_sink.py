@@ -34,6 +34,7 @@ from weightsync.weights.copy_plan import Memory, Share
 from weightsync.weights.fingerprint import mix64, part_of
 from weightsync.weights.layout import StreamLayout, aligned
 from weightsync.weights.lines import LineMemory, Marks, new_marks
+from weightsync.weights.shard_lines import lines_of, takes_lines
 from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
 from weightsync.weights.sink import (
     Apply,
@@ -581,18 +582,20 @@ class _PointerTarget(_StagedTarget):
         self._behind: Marks | None = None
         self._stamps: list[int] | None = None
         self.peak_extra_nbytes = destinations.nbytes
-        self.takes_deltas = destinations.shares is None
+        self.takes_deltas = takes_lines(in_use.memory)
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
         in_use, spare = self._arenas[1 - self._spare], self._arenas[self._spare]
         unchanged = self._stamps is not None and self._stamps == _stamps(self._sink.tensors)
         if not (self.takes_deltas and self.is_current and unchanged):
             return None
-        target = LineMemory(layout, spare.memory)
+        target, current = lines_of(layout, spare.memory), lines_of(layout, in_use.memory)
+        if target is None or current is None:
+            return None
         if self._behind is None or not spare.is_unused():
             self._behind = None
         if self._behind is None or self._behind.any():
-            target.copy_from(LineMemory(layout, in_use.memory), self._behind)
+            target.copy_from(current, self._behind)
         self._behind = new_marks(target.lines)
         return target
 
@@ -737,7 +740,7 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
         buffer = arena.allocate(destinations.nbytes, sink.device)
         self.memory = self._arena = destinations.in_arena(buffer)
         self.peak_extra_nbytes = destinations.nbytes
-        self.takes_deltas = destinations.shares is None
+        self.takes_deltas = takes_lines(self._arena)
         self.assign(destinations)
 
     def is_unused(self) -> bool:
@@ -782,17 +785,14 @@ class _InPlaceTarget(_ModuleTarget):
             view = from_bytes(parts[-1], spec)
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
         self.memory = Memory(parts, shares=destinations.shares)
-        self.takes_deltas = destinations.shares is None
+        self.takes_deltas = takes_lines(self.memory)
         self._stamps: list[int] | None = None
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
         known = self._stamps is not None and self._stamps == _stamps(self._sink.tensors)
         if not (self.takes_deltas and known and self.is_current and self.memory is not None):
             return None
-        try:
-            return LineMemory(layout, self.memory)
-        except ValueError:  # tensors that are not aligned, and no compiled loops
-            return None
+        return lines_of(layout, self.memory)
 
     def begin(self) -> None:
         self.written = None

@@ -16,6 +16,7 @@ from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import LineMemory, Marks, touched
+from weightsync.weights.shard_lines import lines_of
 from weightsync.wire.messages import TensorPart
 
 Apply = Literal["staged", "in_place"]
@@ -98,7 +99,7 @@ class ArenaTarget(LoadTarget):
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
         if not (self.takes_deltas and self._holds_weights_in_use) or self.memory is None:
             return None
-        return LineMemory(layout, self.memory)
+        return lines_of(layout, self.memory)
 
     def begin(self) -> None:
         super().begin()

@@ -1,0 +1,93 @@
+"""Lines of a stream in the memory of shards: each shard takes the bytes that it holds of a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weightsync.errors import VerificationError
+from weightsync.weights.checksums import MASK
+from weightsync.weights.copy_plan import Memory
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.lines import LINE, Indices, LineMemory, Marks, Words, count_lines, kernels
+
+
+class ShardLines(LineMemory):
+    """The lines of a stream, in memory that holds shards of its tensors on the host.
+
+    A shard may hold a part of a line only, so the sum of what it held before is not known: `write`
+    returns the sum of the lines that arrived, and compares the shards with them. Raises ValueError
+    for memory on a GPU, and without compiled loops.
+    """
+
+    proves_base = False
+
+    def __init__(self, layout: StreamLayout, memory: Memory) -> None:
+        if memory.shares is None or kernels() is None or not memory.on_host():
+            raise ValueError("lines go to shards in host memory, by compiled loops")
+        self.lines = count_lines(layout)
+        self._memory = memory
+        by_tensor: dict[int, list[list[int]]] = {}
+        for tensor, share in zip(memory.tensors, memory.shares, strict=True):
+            begin = layout.offsets[share.index]
+            by_tensor.setdefault(share.index, []).extend(
+                [
+                    begin + block.source,
+                    tensor.data_ptr() + block.target,
+                    block.width,
+                    block.height,
+                    block.source_stride,
+                    block.target_stride,
+                ]
+                for block in share.blocks
+            )
+        self._blocks = [
+            (
+                layout.offsets[i] // LINE,
+                -(-(layout.offsets[i] + layout.manifest.specs[i].nbytes) // LINE),
+                np.array(blocks, np.uint64).reshape(-1, 6),
+            )
+            for i, blocks in sorted(by_tensor.items())
+        ]
+
+    def write(self, indices: Indices, lines: Words) -> int:
+        """Write what the shards hold of these lines; return the sum of the lines.
+
+        Raises VerificationError where a shard does not hold what arrived.
+        """
+        compiled: Any = kernels()
+        for first, stop, blocks in self._blocks:
+            begin, end = np.searchsorted(indices, (first, stop)).tolist()
+            if begin < end:
+                here, content = indices[begin:end], lines[begin * 8 : end * 8]
+                compiled.scatter(blocks, here, content)
+                if not compiled.holds(blocks, here, content):
+                    raise VerificationError("a shard does not hold the lines that it was given")
+        return int(compiled.sum_of_lines(indices, lines)) & MASK
+
+    def read(self, indices: Indices) -> Words:
+        raise ValueError("shards hold parts of lines only")
+
+    def sum_of(self, first: int, count: int) -> int:
+        raise ValueError("shards hold parts of lines only")
+
+    def copy_from(self, other: LineMemory, marks: Marks | None) -> None:
+        """Copy all shards."""
+        for mine, theirs in zip(self._memory.tensors, other.memory.tensors, strict=True):
+            mine.copy_(theirs)
+
+
+def lines_of(layout: StreamLayout, memory: Memory) -> LineMemory | None:
+    """Return the lines of a memory; None where it has none that a delta can be written to."""
+    try:
+        if memory.shares is not None:
+            return ShardLines(layout, memory)
+        return LineMemory(layout, memory)
+    except ValueError:
+        return None
+
+
+def takes_lines(memory: Memory) -> bool:
+    """Whether deltas can be written to a memory of this kind."""
+    return memory.shares is None or (kernels() is not None and memory.on_host())
