@@ -155,7 +155,8 @@ def _wire_nbytes(frame: bytes) -> int:
     nbytes = len(frame) - _VNET.size
     if not kind or not size:
         return nbytes
-    return nbytes + (math.ceil((nbytes - header) / size) - 1) * int(header)
+    packets: int = math.ceil((nbytes - header) / size)
+    return nbytes + (packets - 1) * int(header)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,8 +304,7 @@ def linked(network: HostNetwork, args: argparse.Namespace, congestion: str) -> I
     round_trip_s = args.round_trip_ms / 1e3
     trainer, receiver = network.hosts
     for host in (trainer, receiver):
-        path = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-        host.call(partial(path.write_text, congestion))
+        _set_congestion(host, congestion)
     link = Link(
         (trainer, receiver),
         rate=args.mbit * 1e6,
@@ -317,9 +317,24 @@ def linked(network: HostNetwork, args: argparse.Namespace, congestion: str) -> I
         link.close()
 
 
+def _set_congestion(host: Host, congestion: str) -> None:
+    """Set the congestion control of a host's connections, by its route."""
+    name, _, kept = congestion.partition("+")
+    subnet = host.address.rpartition(".")[0]
+    for space, device, own in host.ends():
+        if own:
+            line = f"route replace {subnet}.0/24 dev {device} src {host.address} congctl {name}"
+            space.tool(["ip", "-batch", "-"], [line])
+    after_idle = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+    host.call(partial(after_idle.write_text, "0" if kept else "1"))
+
+
 def measure(args: argparse.Namespace, congestion: str) -> Result:
     """Measure full updates, deltas and raw exchanges with one congestion control."""
-    with host_network(2, shm_nbytes=SHM_NBYTES) as network, linked(network, args, congestion) as link:
+    with (
+        host_network(2, shm_nbytes=SHM_NBYTES) as network,
+        linked(network, args, congestion) as link,
+    ):
         trainer, receiver = network.hosts
         server = start(receiver, "receive", receiver.address)
         if server.stdout is None or server.stdout.readline().strip() != "ready":
@@ -421,6 +436,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["receive"]:
         receive(sys.argv[2])
     elif sys.argv[1:2] == ["send"]:
-        send(sys.argv[2], float(sys.argv[3]), *map(int, sys.argv[4:6]), float(sys.argv[6]))
+        address, share, fulls, deltas, pause_s = sys.argv[2:]
+        send(address, float(share), int(fulls), int(deltas), float(pause_s))
     else:
         main()

@@ -118,7 +118,7 @@ def measure(count: int, mbytes: int, rounds: int, *, packed: bool) -> tuple[Meas
     """Return the costs of one receiver and of `count` receivers."""
     with receivers(count + 1, mbytes) as callers, ExitStack() as stack:
         senders = [
-            stack.enter_context(ws.connect(make_model(mbytes), to=to, packed=packed))
+            stack.enter_context(ws.connect(make_model(mbytes), to=to, packed=packed, delta="off"))
             for to in (callers[:1], callers[1:])
         ]
         for sender in senders * WARM_UP:

@@ -172,7 +172,7 @@ def measure(
     data, passes, totals, clock = [], [], [], "host"
     with (
         asking_for(fence),
-        ws.connect(module, to=peer.handle, packed=packed, verify=verify) as sender,
+        ws.connect(module, to=peer.handle, packed=packed, verify=verify, delta="off") as sender,
     ):
         fill(module, seed=1 + 2 * packed + verify)
         for i in range(WARM_UPS + repeats):

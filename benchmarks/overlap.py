@@ -51,12 +51,12 @@ def measure(model: nn.Module, address: str, rounds: int) -> None:
     parameters = [parameter.detach() for parameter in model.parameters()]
     copies = [torch.zeros_like(parameter) for parameter in parameters]
     seconds: dict[str, list[float]] = {"plain copy": [], "send_async": [], "send_weights": []}
-    with ws.connect(model, to=SocketTransport(address, "receiver")) as plain:
+    with ws.connect(model, to=SocketTransport(address, "receiver"), delta="off") as plain:
         plain.send_weights()
         for _ in range(rounds):
             seconds["plain copy"].append(timed(lambda: torch._foreach_copy_(copies, parameters)))
             seconds["send_weights"].append(timed(plain.send_weights))
-    with ws.connect(model, to=SocketTransport(address, "receiver")) as sender:
+    with ws.connect(model, to=SocketTransport(address, "receiver"), delta="off") as sender:
         sender.send_async().result(WAIT_S)
         for _ in range(rounds):
             seconds["plain copy"].append(timed(lambda: torch._foreach_copy_(copies, parameters)))

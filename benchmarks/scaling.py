@@ -98,7 +98,7 @@ def send(urls: Sequence[str], mib: int, tensors: int, rounds: int) -> None:
     """Send `rounds` updates; print the medians as JSON."""
     model = model_of(mib, tensors)
     started = time.perf_counter()
-    with ws.connect(model, to=urls, token=TOKEN, timeout_s=WAIT_S) as sender:
+    with ws.connect(model, to=urls, token=TOKEN, timeout_s=WAIT_S, delta="off") as sender:
         connect_s = time.perf_counter() - started
         sender.send_weights()
         reports = [sender.send_weights() for _ in range(rounds)]

@@ -66,7 +66,7 @@ def updates_part(args: argparse.Namespace, folder: Path) -> Found:
             Load(
                 served.url, "/v1/completions", served.completion(LONG), connections=CLIENTS
             ) as load,
-            ws.connect(trainer, to=served.url) as sender,
+            ws.connect(trainer, to=served.url, delta="off") as sender,
         ):
             load.go()
             sender.send_weights()

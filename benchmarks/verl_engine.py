@@ -40,7 +40,7 @@ class Trainer(workers.Trainer):
     def connect(self, endpoint: dict[str, str]) -> None:
         """Connect to a receiver outside of verl, with the same generator as source."""
         target = HttpTransport(endpoint["url"], endpoint["token"])
-        self.sender = ws.connect(self.weights, to=target)
+        self.sender = ws.connect(self.weights, to=target, delta="off")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send(self) -> float:

@@ -74,7 +74,7 @@ def compare(name: str, source: Any, llm: Any) -> None:
     """Measure both in turns, each with a connection of its own and its second update."""
     seconds: dict[str, list[float]] = {"connect": [], "trainer API": []}
     for _ in range(TURNS):
-        with ws.connect(source, to=vllm_targets(llm)) as sender:
+        with ws.connect(source, to=vllm_targets(llm), delta="off") as sender:
             sender.send_weights()
             seconds["connect"].append(timed(sender.send_weights))
         engine: Any = WeightTransferTrainerFactory.trainer_init(

@@ -45,6 +45,7 @@ class Trainer(Rival):
             token=token,
             backend="gloo" if path == "gloo" else "auto",
             packed={"packed": True, "unpacked": False}.get(path),
+            delta="off",
         )
         self.connect_s = time.perf_counter() - began
 

@@ -181,6 +181,12 @@ def test_odd_tensors_interpreted(interpreter: ProcessPoolExecutor) -> None:
 
 
 @needs_triton
+def test_sums_of_lines_interpreted(interpreter: ProcessPoolExecutor) -> None:
+    counts = [1, 7, 255, 256, 257, 1000]
+    interpreter.submit(triton_process.sum_lines_interpreted, counts).result(WAIT_S)
+
+
+@needs_triton
 @given(st.lists(cases(), min_size=1, max_size=3))
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

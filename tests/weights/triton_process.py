@@ -21,6 +21,18 @@ def check_interpreted(cases: list[Case]) -> None:
         check_case(case, kernels, "cpu")
 
 
+def sum_lines_interpreted(counts: list[int]) -> None:
+    """Raise AssertionError if Triton's interpreter adds up lines in another way than torch."""
+    import torch
+
+    from weightsync.weights import kernels, lines
+
+    for count in counts:
+        words = torch.randint(-(1 << 62), 1 << 62, (8 * count,))
+        expected = lines.line_sums(words.view(torch.uint8), 11)
+        assert torch.equal(kernels.line_sums(words, 11), expected), count
+
+
 def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, str]:
     """Return the compiled kernel: Triton's intermediate form and PTX."""
     import triton

@@ -1,8 +1,8 @@
-"""A Triton kernel that copies bytes and fingerprints them as `mix64` does, in one pass.
+"""Triton kernels that copy bytes and fingerprint them as `mix64` does, in one pass.
 
-Imported only where CUDA memory is copied or fingerprinted. It works on a table of tiles
-(`fused.Tiles`), so that one launch covers thousands of tensors. It has run under Triton's
-interpreter only, never on a GPU.
+Imported only where CUDA memory is copied or fingerprinted. `launch` works on a table of tiles
+(`fused.Tiles`), so that one launch covers thousands of tensors; `line_sums` has the sums of lines,
+by which deltas are found. They have run under Triton's interpreter only, never on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weightsync.weights.fused import FIELDS, TILE_WORDS, Tiles
 BLOCK_WORDS = 2048
 """Words that one program reads at a time: 16 KiB."""
 NUM_WARPS = 8
+BLOCK_LINES = 256
 _FIELDS = tl.constexpr(FIELDS)
 _TILE = tl.constexpr(TILE_WORDS)
 _BLOCK = tl.constexpr(BLOCK_WORDS)
@@ -46,6 +47,32 @@ def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
             MIXES=sums is not None,
             num_warps=NUM_WARPS,
         )
+
+
+def line_sums(words: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the sums (`int64[n]`) of lines of eight words (`int64[8 * n]`), from line `first` on.
+
+    Enqueued on the current stream of their device.
+    """
+    lines = words.numel() // 8
+    sums = torch.empty(lines, dtype=torch.int64, device=words.device)
+    if lines:
+        _sum_lines[(triton.cdiv(lines, BLOCK_LINES),)](
+            words, sums, lines, first, BLOCK=BLOCK_LINES, num_warps=NUM_WARPS
+        )
+    return sums
+
+
+@triton.jit
+def _sum_lines(words, sums, lines, first, BLOCK: tl.constexpr):  # noqa: N803
+    """Store the sums of the lines of one block."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    places = row[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = row < lines
+    word = tl.load(words + places, mask=inside[:, None], other=0).to(tl.uint64)
+    keyed = (first * 8 + 1 + places).to(tl.uint64) * 0x9E3779B97F4A7C15
+    total = tl.sum(_mix(word, keyed), axis=1)
+    tl.store(sums + row, total.to(tl.int64, bitcast=True), mask=inside)
 
 
 @triton.jit

@@ -10,13 +10,14 @@ on a CPU. Never run on a GPU.
 
 from __future__ import annotations
 
+import logging
 import operator
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ from weightsync.weights.checksums import MASK
 from weightsync.weights.copy_plan import Memory
 from weightsync.weights.fingerprint import mixed_words
 from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned
+
+logger = logging.getLogger(__name__)
 
 LINE = ALIGNMENT
 """Bytes of a line. Every tensor begins at a line of its own."""
@@ -142,11 +145,30 @@ def touched(layout: StreamLayout, marks: Marks) -> list[int]:
     return [filled[i] for i in sorted(found)]
 
 
+@cache
+def _kernels_of(device: torch.device) -> ModuleType | None:
+    """Return the Triton kernels, None where they do not sum lines as torch does."""
+    try:
+        from weightsync.weights import kernels as found  # noqa: PLC0415  # imports triton
+
+        words = torch.arange(8 * 300, device=device)
+        mixed = mixed_words(words, torch.arange(57, 57 + words.numel(), device=device))
+        if not torch.equal(found.line_sums(words, 7), mixed.view(-1, WORDS).sum(1)):
+            raise RuntimeError("it does not add up as torch does")
+    except Exception as exc:  # noqa: BLE001  # a compiler at run time fails in many ways
+        logger.warning("torch adds up lines on %s, more slowly than Triton would: %s", device, exc)
+        return None
+    return found
+
+
 def line_sums(flat: torch.Tensor, first: int) -> torch.Tensor:
     """Return the sums (`int64[n]`) of `uint8[64 * n]`, whose first line is number `first`."""
     if flat.data_ptr() % 8 or flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat.view(torch.int64)
+    compiled = _kernels_of(flat.device) if flat.is_cuda else None
+    if compiled is not None:
+        return cast("torch.Tensor", compiled.line_sums(words, first))
     sums = []
     for at in range(0, words.numel(), _BLOCK_LINES * WORDS):
         block = words[at : at + _BLOCK_LINES * WORDS]
