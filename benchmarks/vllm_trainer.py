@@ -78,7 +78,9 @@ def compare(name: str, source: Any, llm: Any) -> None:
             sender.send_weights()
             seconds["connect"].append(timed(sender.send_weights))
         engine: Any = WeightTransferTrainerFactory.trainer_init(
-            WeightsyncTrainerInitInfo(rank=0, to=vllm_targets(llm)), client=None, source=source
+            WeightsyncTrainerInitInfo(rank=0, to=vllm_targets(llm), options={"delta": "off"}),
+            client=None,
+            source=source,
         )
         engine.send_weights()
         seconds["trainer API"].append(timed(engine.send_weights))

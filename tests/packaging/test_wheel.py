@@ -79,8 +79,8 @@ def test_it_brings_the_command_and_the_plugin(wheel: zipfile.ZipFile) -> None:
     assert "weightsync = weightsync.integrations.vllm.plugin:register" in lines
 
 
-def test_the_core_needs_three_packages_and_each_extra_its_own(wheel: zipfile.ZipFile) -> None:
-    assert requirements(wheel, "") == {"torch", "msgspec", "xxhash"}
+def test_the_core_needs_four_packages_and_each_extra_its_own(wheel: zipfile.ZipFile) -> None:
+    assert requirements(wheel, "") == {"torch", "numpy", "msgspec", "xxhash"}
     extras = set(metadata(wheel).get_all("Provides-Extra", []))
     assert extras == set(PROJECT["optional-dependencies"])
     for extra in extras - {"demo", "demo-tools", "dev"}:

@@ -13,6 +13,7 @@ from weightsync.report import DeltaReport
 from weightsync.specs import Manifest
 from weightsync.update.fleet import Member
 from weightsync.weights.delta import MAX_SHARE
+from weightsync.weights.delta_coding import zstd
 from weightsync.weights.layout import aligned
 from weightsync.weights.lines import LINE, MAX_LINES
 
@@ -57,13 +58,14 @@ class DeltaPlanner:
         self._reason = self._never
         if self._never:
             return None
-        cannot = [member.target for member in members if not member.status.takes_deltas]
+        cannot = [member.target for member in members if not member.status.delta_forms]
         if cannot:
             self._reason = f"{cannot[0]} takes no deltas"
             return None
-        slow = any(member.cost > _MEMORY_COST for member in members)
-        shards = any(member.status.holds_shards for member in members)
-        record = DeltaTask(weights_id=weights_id, keeps=slow)
+        forms = [member.status.delta_forms for member in members]
+        by_value = any(member.cost > _MEMORY_COST for member in members) and zstd() is not None
+        by_value = by_value and all("values" in taken for taken in forms)
+        record = DeltaTask(weights_id=weights_id, keeps=by_value)
         bases = sorted({member.delta_base or "" for member in members})
         estimate = self._estimate(bases)
         too_many = self._too_many(estimate)
@@ -85,9 +87,9 @@ class DeltaPlanner:
             bases=bases,
             expected=expected,
             scrub=self._next_scrub(),
-            by_value=slow and estimate.are_newest and not shards,
-            to_shards=shards,
-            keeps=slow,
+            by_value=by_value and estimate.are_newest,
+            to_shards=any("shards" in taken for taken in forms),
+            keeps=by_value,
         )
 
     def _too_many(self, estimate: ChangeEstimate) -> str:

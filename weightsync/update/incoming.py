@@ -18,11 +18,12 @@ from weightsync.errors import (
 from weightsync.specs import Manifest, union
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
+from weightsync.weights.delta_coding import zstd
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import LineMemory
 from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink
-from weightsync.wire.messages import StepReply
+from weightsync.wire.messages import DeltaForm, StepReply
 
 logger = logging.getLogger(__name__)
 
@@ -211,15 +212,14 @@ class LoadTargets:
         return self._subsets.get(digest)
 
     @property
-    def takes_deltas(self) -> bool:
-        """Whether the load target of the whole model can hold a base for deltas."""
-        return self._whole is not None and self._whole[1].takes_deltas
-
-    @property
-    def holds_shards(self) -> bool:
-        """Whether the load target of the whole model holds shards of its tensors."""
-        memory = self._whole[1].memory if self._whole is not None else None
-        return memory is not None and memory.shares is not None
+    def delta_forms(self) -> list[DeltaForm]:
+        """The forms of deltas that the load target of the whole model takes."""
+        if self._whole is None or not self._whole[1].takes_deltas:
+            return []
+        memory = self._whole[1].memory
+        if memory is not None and memory.shares is not None:
+            return ["shards"]
+        return ["lines", "values"] if zstd() is not None else ["lines"]
 
     def catch_up(self) -> None:
         """Prepare memory for a delta of the whole model, which `of_delta` would do otherwise."""

@@ -450,7 +450,7 @@ class ReceiverSession:
                     state = self._commit(incoming, request)
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
-                if self.load_targets.takes_deltas:
+                if self.load_targets.delta_forms:
                     reply = structs.replace(reply, delta_base=self.lifecycle.weights_id)
                 duration_s = time.perf_counter() - incoming.started
                 fleet = self._fleet_record(request)
@@ -461,7 +461,7 @@ class ReceiverSession:
                     if self.gate.held:
                         self.gate.release()
                     self.senders.finish_update()
-                    if request.delta_follows and self.load_targets.takes_deltas:
+                    if request.delta_follows and self.load_targets.delta_forms:
                         self._catch_up_soon()
 
     def _catch_up_soon(self) -> None:

@@ -334,6 +334,9 @@ class SharedMemoryUsage(Message, frozen=True, kw_only=True):
     unreleased: list[str] = []
 
 
+DeltaForm = Literal["lines", "shards", "values"]
+
+
 class Status(Message, frozen=True, kw_only=True):
     """The state of one receiver.
 
@@ -341,8 +344,8 @@ class Status(Message, frozen=True, kw_only=True):
     `prepared_version` is the version that `finish` would commit; `orphaned` says that the sender
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
-    `takes_deltas` says that a delta can be applied to a whole model once one was received, and
-    `holds_shards` that the receiver holds parts of its tensors.
+    `delta_forms` are the forms of deltas that can be applied once a whole model was received:
+    `lines`, or `shards` (lines, for a receiver that holds parts of tensors), and `values`.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
     that the receiver belonged to, alive or not. `backends` are those that can be used here, each
     with what it says of this process; `unusable_backends` the others, with the reason.
@@ -364,8 +367,7 @@ class Status(Message, frozen=True, kw_only=True):
     busy: bool = False
     orphaned: bool = False
     paused: bool = False
-    takes_deltas: bool = False
-    holds_shards: bool = False
+    delta_forms: list[DeltaForm] = []
     detail: str = ""
     device_keys: list[str] = []
     shared_memory: list[SharedMemoryUsage] = []
