@@ -98,6 +98,7 @@ class Measured:
 
     changes: str
     coding: str
+    count: int
     nbytes_per_value: float
     encoded_per_us: float
     decoded_per_us: float
@@ -387,6 +388,7 @@ def codings() -> list[Coding]:
         "all parts in one frame": Parts(continues=False, signs=False, one_frame=True),
         "gaps continued after 255": Parts(continues=True, signs=False),
         "signs as bits, others apart": Parts(continues=False, signs=True),
+        "gaps in planes, signs as bits": Parts(continues=False, signs=True, planes=True),
         "gaps continued, signs as bits": Parts(continues=True, signs=True),
     }
     return [
@@ -416,6 +418,7 @@ def measure(coding: Coding, changes: Changes, seconds: float) -> Measured:
     return Measured(
         changes=changes.name,
         coding=coding.name,
+        count=count,
         nbytes_per_value=len(data) / count,
         encoded_per_us=count / encode_s / 1e6,
         decoded_per_us=count / decode_s / 1e6,
@@ -435,11 +438,14 @@ def _fastest(call: Callable[[], T], seconds: float) -> tuple[float, T]:
 def sizes_table(measured: Sequence[Measured]) -> str:
     """Return bytes per changed value as a Markdown table: codings by changes."""
     columns = list(dict.fromkeys(one.changes for one in measured))
-    lines = ["| coding | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
-    sizes = {(one.coding, one.changes): one.nbytes_per_value for one in measured}
+    headings = [*columns[:-1], "all recorded", columns[-1]]
+    lines = ["| coding | " + " | ".join(headings) + " |", "|---|" + "---:|" * len(headings)]
     for name in dict.fromkeys(one.coding for one in measured):
-        cells = " | ".join(f"{sizes[name, column]:.2f}" for column in columns)
-        lines.append(f"| {name} | {cells} |")
+        ones = [one for one in measured if one.coding == name]
+        sizes = [one.nbytes_per_value for one in ones]
+        counts = [one.count for one in ones]
+        sizes.insert(-1, np.average(sizes[:-1], weights=counts[:-1]).item())
+        lines.append(f"| {name} | " + " | ".join(f"{size:.2f}" for size in sizes) + " |")
     return "\n".join(lines)
 
 

@@ -108,6 +108,21 @@ def fill(model: nn.Module, seed: int) -> None:
             tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
 
+def touch(model: nn.Module, seed: int) -> None:
+    """Overwrite one value in a hundred of every tensor, and at least one, with random bits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            size = tensor.element_size()
+            count = min(1 + tensor.numel() // 100, tensor.numel())
+            at = torch.randperm(tensor.numel(), generator=generator)[:count]
+            top = 2 if tensor.dtype is torch.bool else 256
+            bits = torch.randint(top, (count * size,), dtype=torch.uint8, generator=generator)
+            new = tensor.contiguous().view(-1)
+            new.view(torch.uint8).view(-1, size)[at] = bits.view(-1, size)
+            tensor.copy_(new.view(tensor.shape))
+
+
 def soften(model: nn.Module, seed: int) -> None:
     """Overwrite every tensor with ordinary numbers, for casts."""
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ import weightsync as ws
 from tests.e2e.processes import Remote
 from weightsync.transports.base import Transport
 from weightsync.transports.factory import TransportFactory
-from weightsync.wire.messages import Reply, Request
+from weightsync.wire.messages import RegisteredUpdate, Reply, Request, UpdateRequest
 
 Act = Callable[[], None]
 
@@ -19,12 +19,14 @@ class Relay:
     """A Transport to `remote`, or later to its replacement under the same name.
 
     `before` and `after` act once, at the first message of a kind. `cut` loses every message; `deaf`
-    delivers messages and loses the replies. `seen` are the kinds of all messages sent.
+    delivers messages and loses the replies. `seen` are the kinds of all messages sent, `deltas`
+    the number of updates among them that were deltas.
     """
 
     def __init__(self, remote: Remote, name: str) -> None:
         self.name = name
         self.seen: list[type] = []
+        self.deltas = 0
         self.before: dict[type, Act] = {}
         self.after: dict[type, Act] = {}
         self.cut = False
@@ -52,6 +54,8 @@ class Relay:
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         kind = type(request)
         self.seen.append(kind)
+        if isinstance(request, UpdateRequest) and isinstance(request.update_info, RegisteredUpdate):
+            self.deltas += request.update_info.delta is not None
         self._act(self.before, kind)
         self._refuse(self.cut)
         if self.deaf:

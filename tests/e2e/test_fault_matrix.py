@@ -1,7 +1,7 @@
 """Phase by phase, who dies or fails: survivors hold one known version, and the next update heals.
 
 Three receivers: the victim and one more load as the case says, the third is staged. Every fleet
-mixes callbacks and HTTP.
+mixes callbacks and HTTP. The update that is hit sends the whole model, or is a delta.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 import weightsync as ws
 from tests.e2e import models, processes, trainers
-from tests.e2e.models import digests, fill
+from tests.e2e.models import digests, fill, touch
 from tests.e2e.processes import Apply, Host, Remote, wait_until
 from tests.e2e.relays import Relay
 from weightsync.wire.messages import FinishRequest, InitRequest, UpdateRequest
@@ -42,11 +42,13 @@ class Case:
     fault: Fault
     apply: Apply
     packed: bool
+    delta: bool = False
 
     @property
     def name(self) -> str:
         path = "packed" if self.packed else "unpacked"
-        return f"{self.phase}-{self.fault}-{self.apply}-{path}".replace(" ", "_")
+        kind = "-delta" if self.delta else ""
+        return f"{self.phase}-{self.fault}-{self.apply}-{path}{kind}".replace(" ", "_")
 
     @property
     def holds(self) -> set[int]:
@@ -91,14 +93,28 @@ QUICK = {
 }
 """Each fault in each phase, and in the middle on each path; all cells are run in a soak."""
 
+QUICK_DELTAS = {
+    ("start", "receiver raises", "staged", True),
+    ("middle", "receiver dies", "staged", False),
+    ("middle", "receiver dies", "in_place", True),
+    ("middle", "receiver raises", "in_place", False),
+    ("middle", "receiver cut off", "staged", True),
+    ("prepared", "receiver dies", "staged", True),
+    ("finish", "receiver cut off", "in_place", True),
+    ("between", "receiver raises", "staged", True),
+}
+
 
 def cases() -> Iterator[Any]:
     for phase, fault, apply in itertools.product(PHASES, FAULTS, APPLIES):
         if fault == "receiver raises" and phase == "prepared":
             continue  # nothing runs in a receiver then
-        for packed in (True, False) if phase == "middle" else (True,):
-            quick = (phase, fault, apply, packed) in QUICK
-            case = Case(phase, fault, apply, packed)
+        paths = (True, False) if phase == "middle" else (True,)
+        kinds = (False, True) if phase != "init" else (False,)  # no delta before the connection
+        for packed, delta in itertools.product(paths, kinds):
+            cell = (phase, fault, apply, packed)
+            quick = cell in (QUICK_DELTAS if delta else QUICK)
+            case = Case(*cell, delta)
             yield pytest.param(case, id=case.name, marks=() if quick else pytest.mark.soak)
 
 
@@ -115,8 +131,9 @@ class Fleet:
         self.model = models.make("plain", seed=1)
         self.known = {1: digests(self.model)}
 
-    def fill(self, version: int) -> None:
-        fill(self.model, seed=version)
+    def change(self, version: int, *, all_values: bool) -> None:
+        """Make the weights of a version."""
+        (fill if all_values else touch)(self.model, seed=version)
         self.known[version] = digests(self.model)
 
     def versions(self, relays: list[Relay]) -> set[int]:
@@ -183,7 +200,11 @@ def bounded(call: Callable[[], object]) -> BaseException | None:
 @contextmanager
 def connected(case: Case, fleet: Fleet) -> Iterator[ws.WeightSender]:
     with ws.connect(
-        fleet.model, to=fleet.relays, timeout_s=TIMEOUT_S, **(PACKED if case.packed else UNPACKED)
+        fleet.model,
+        to=fleet.relays,
+        timeout_s=TIMEOUT_S,
+        delta="always" if case.delta else "off",
+        **(PACKED if case.packed else UNPACKED),
     ) as sender:
         yield sender
 
@@ -192,16 +213,22 @@ def connected(case: Case, fleet: Fleet) -> Iterator[ws.WeightSender]:
 def test_a_receiver_fails(host: Host, case: Case) -> None:
     with processes.host() as theirs, ExitStack() as stack:
         fleet = Fleet(case, host, theirs)
-        with connected(case, fleet) as sender:
+        if case.delta:
+            sender = stack.enter_context(connected(case, fleet))
             sender.send_weights()
+        else:
+            with connected(case, fleet) as sender:
+                sender.send_weights()
         if case.phase == "init":
             arrange(case, fleet, theirs)
             error = bounded(lambda: stack.enter_context(connected(case, fleet)))
         else:
-            sender = stack.enter_context(connected(case, fleet))
-            fleet.fill(2)
+            if not case.delta:
+                sender = stack.enter_context(connected(case, fleet))
+            fleet.change(2, all_values=not case.delta)
             arrange(case, fleet, theirs)
             error = bounded(sender.send_weights)
+            assert all((relay.deltas > 0) is case.delta for relay in fleet.relays)
 
         if case.heals_itself and error is None:
             assert fleet.versions(fleet.relays) == {2}
@@ -220,11 +247,19 @@ def test_a_receiver_fails(host: Host, case: Case) -> None:
         fleet.victim.cut = fleet.victim.deaf = False
         if case.phase == "init":
             sender = stack.enter_context(connected(case, fleet))
-        fleet.fill(9)
+        fleet.change(9, all_values=not case.delta)
         report = sender.send_weights(version=9)
         assert report.version == 9
         assert fleet.versions(fleet.relays) == {9}
         assert report.rule == "two-phase" or case.apply == "in_place"
+        if case.delta:
+            fleet.change(10, all_values=False)
+            assert is_delta(sender.send_weights(version=10))
+            assert fleet.versions(fleet.relays) == {10}
+
+
+def is_delta(report: ws.SyncReport) -> bool:
+    return report.delta is not None and report.delta.sent
 
 
 TRAINERS: dict[str, tuple[Callable[..., None], set[str]]] = {
@@ -239,34 +274,47 @@ TRAINERS: dict[str, tuple[Callable[..., None], set[str]]] = {
 
 
 LONG = {
-    ("init", "staged"),
-    ("start", "in_place"),
-    ("middle-unpacked", "staged"),
-    ("prepared", "in_place"),
-    ("between", "staged"),
+    ("init", "staged", False),
+    ("start", "in_place", False),
+    ("middle-unpacked", "staged", False),
+    ("prepared", "in_place", False),
+    ("between", "staged", False),
+    ("middle-packed", "staged", True),
+    ("prepared", "in_place", True),
+    ("between", "staged", True),
 }
+DELTAS = ("middle-packed", "prepared", "between")
 
 
 @pytest.mark.parametrize(
-    ("phase", "apply"),
+    ("phase", "apply", "delta"),
     [
-        pytest.param(*cell, marks=pytest.mark.soak if cell in LONG else ())
-        for cell in itertools.product(TRAINERS, APPLIES)
+        pytest.param(
+            *cell,
+            id="-".join([*cell[:2], *["delta"] * cell[2]]),
+            marks=pytest.mark.soak if cell in LONG else (),
+        )
+        for cell in itertools.product(TRAINERS, APPLIES, (False, True))
+        if cell[0] in DELTAS or not cell[2]
     ],
 )
-def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply) -> None:
+def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply, delta: bool) -> None:
+    """It dies in its first update, of the whole model, or in its second one, which is a delta."""
     die, states = TRAINERS[phase]
     receivers = [
         host.receiver("http", apply=apply, model="plain"),
         host.receiver("http", apply="staged", model="plain"),
         host.receiver("http", apply=apply, model="plain"),
     ]
-    first, theirs = models.make("plain", seed=1), models.make("plain", seed=7)
+    first, theirs = models.make("plain", seed=1), models.make("plain", seed=1 if delta else 7)
+    if delta:
+        touch(theirs, seed=7)
     known = {1: digests(first), 2: digests(theirs)}
     urls = [receiver.url for receiver in receivers]
-    with ws.connect(first, to=urls) as sender:
-        sender.send_weights()
-    assert processes.ended(die, urls) == KILLED
+    if not delta:
+        with ws.connect(first, to=urls) as sender:
+            sender.send_weights()
+    assert processes.ended(die, urls, *[delta] * delta) == KILLED
 
     settled = {"READY", "TORN", "PREPARED"}
     wait_until(lambda: {r.status()["state"] for r in receivers} <= settled, "the update's end")
@@ -280,7 +328,7 @@ def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply) -> None:
         assert phase == "finish" or waiting
         assert all((s["version"], s["prepared_version"]) == (1, 2) for s in waiting)
 
-    with ws.connect(first, to=urls) as sender:
+    with ws.connect(first, to=urls, delta="always" if delta else "off") as sender:
         for receiver in receivers:
             whole(receiver, known, may_be_torn=apply == "in_place" and not committed)
         assert {r.status()["version"] for r in receivers} == {2 if committed else 1}
@@ -289,6 +337,10 @@ def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply) -> None:
         assert sender.send_weights(version=3).rule == "two-phase"
         assert [receiver.reading() for receiver in receivers] == [3, 3, 3]
         assert all(receiver.digests() == known[3] for receiver in receivers)
+        if delta:
+            touch(first, seed=4)
+            assert is_delta(sender.send_weights(version=4))
+            assert all(receiver.digests() == digests(first) for receiver in receivers)
 
 
 def whole(receiver: Remote, known: dict[int, dict[str, str]], *, may_be_torn: bool) -> None:

@@ -19,6 +19,7 @@ from tests.e2e.models import BUCKET_NBYTES
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.ring import Control
 from weightsync.transports.http import HttpTransport
+from weightsync.weights import delta as packets
 from weightsync.wire.messages import (
     FinishRequest,
     InitRequest,
@@ -57,15 +58,18 @@ def control_of(sender: ws.WeightSender) -> Control:
 
 
 class DiesBefore(HttpTransport):
-    """Kills its own process instead of sending one kind of message."""
+    """Kills its own process instead of sending one kind of message, after `spares` of these."""
 
-    def __init__(self, url: str, kind: type) -> None:
+    def __init__(self, url: str, kind: type, spares: int = 0) -> None:
         super().__init__(url)
         self._kind = kind
+        self._spares = spares
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         if isinstance(request, self._kind):
-            die()
+            self._spares -= 1
+            if self._spares < 0:
+                die()
         return super().call(request, timeout_s=timeout_s)
 
 
@@ -137,18 +141,20 @@ def await_state(url: str, state: str) -> None:
 
 
 class DyingSource:
-    """A model's tensors, made anew for each update; the process dies after `tensors` of them."""
+    """A model's tensors, made anew for each update.
+
+    Once it is `armed`, the process dies after `tensors` of them.
+    """
 
     def __init__(self, model: nn.Module, tensors: int, url: str) -> None:
+        self.armed = False
         self._model = model
         self._url = url
         self._tensors = tensors
-        self._iterations = 0
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._iterations += 1
         for i, (name, tensor) in enumerate(self._model.named_parameters()):
-            if self._iterations > 1 and i == self._tensors:
+            if self.armed and i == self._tensors:
                 die_while_it_loads(self._url, given=i > 0)
             yield name, tensor.detach().clone()
 
@@ -161,6 +167,7 @@ def before_its_message(url: str) -> None:
 def _in_the_middle(url: str, tensors: int) -> None:
     source = DyingSource(models.make("plain", 7), tensors, url)
     with ws.connect(source, to=url, bucket_nbytes=16 << 10, num_buckets=2) as sender:
+        source.armed = True
         sender.send_weights()
 
 
@@ -216,9 +223,26 @@ def in_a_fleet_at_start(urls: list[str]) -> None:
         sender.send_weights()
 
 
-def in_a_fleet_in_the_middle(urls: list[str]) -> None:
-    source = DyingSource(models.make("plain", 7), 9, urls[0])
-    with ws.connect(source, to=urls, bucket_nbytes=16 << 10, num_buckets=2) as sender:
+def send_a_base(sender: ws.WeightSender, model: nn.Module) -> None:
+    """Send the weights that the delta builds on, and make those of the delta."""
+    sender.send_weights()
+    models.touch(model, seed=7)
+
+
+def in_a_fleet_in_the_middle(urls: list[str], delta: bool = False) -> None:
+    packets._PACKET_LINES = 128  # several packets, of which receivers have some
+    model = models.make("plain", 1 if delta else 7)
+    source = DyingSource(model, 9, urls[0])
+    with ws.connect(
+        source,
+        to=urls,
+        bucket_nbytes=16 << 10,
+        num_buckets=2,
+        delta="always" if delta else "off",
+    ) as sender:
+        if delta:
+            send_a_base(sender, model)
+        source.armed = True
         sender.send_weights()
 
 
@@ -229,21 +253,31 @@ def in_a_fleet_while_read(urls: list[str]) -> None:
         sender.send_weights()
 
 
-def in_a_fleet_after_prepared(urls: list[str]) -> None:
-    to: list[str | HttpTransport] = [DiesBefore(url, FinishRequest) for url in urls]
-    with ws.connect(models.make("plain", 7), to=to) as sender:
+def _send(to: list[str | HttpTransport], delta: bool) -> None:
+    """Send a whole model; or its base, and then a delta."""
+    model = models.make("plain", 1 if delta else 7)
+    with ws.connect(model, to=to, delta="always" if delta else "off") as sender:
+        if delta:
+            send_a_base(sender, model)
         sender.send_weights()
 
 
-class DiesOnceOthersHave(HttpTransport):
-    """Delays its `finish` until others have finished, then kills its process."""
+def in_a_fleet_after_prepared(urls: list[str], delta: bool = False) -> None:
+    _send([DiesBefore(url, FinishRequest, spares=int(delta)) for url in urls], delta)
 
-    def __init__(self, url: str, others: list[str]) -> None:
+
+class DiesOnceOthersHave(HttpTransport):
+    """Delays its `finish`, after `spares` of these, until others have finished version 2; then it
+    kills its process."""
+
+    def __init__(self, url: str, others: list[str], spares: int = 0) -> None:
         super().__init__(url)
         self._others = others
+        self._spares = spares
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
-        if isinstance(request, FinishRequest):
+        self._spares -= isinstance(request, FinishRequest)
+        if self._spares < 0:
             for other in self._others:
                 await_version(other, 2)
             die()
@@ -277,10 +311,6 @@ def in_a_fleet_during_finish(urls: list[str]) -> None:
         sender.send_weights()
 
 
-def in_a_fleet_between_finishes(urls: list[str]) -> None:
-    to: list[str | HttpTransport] = [
-        urls[0],
-        *(DiesOnceOthersHave(url, urls[:1]) for url in urls[1:]),
-    ]
-    with ws.connect(models.make("plain", 7), to=to) as sender:
-        sender.send_weights()
+def in_a_fleet_between_finishes(urls: list[str], delta: bool = False) -> None:
+    dying = [DiesOnceOthersHave(url, urls[:1], spares=int(delta)) for url in urls[1:]]
+    _send([urls[0], *dying], delta)

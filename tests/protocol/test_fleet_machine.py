@@ -2,6 +2,7 @@
 
 Real receivers and real senders; messages are lost, repeated, delayed and reordered, trainers die at
 any message and in the middle of the bytes, receivers are restarted, and the next trainer recovers.
+Some trainers send the whole model, others deltas.
 After every step each receiver is read as a decode step reads it.
 """
 
@@ -85,6 +86,7 @@ class FleetMachine(RuleBasedStateMachine):
         packed=st.booleans(),
         drops=st.booleans(),
         takes_over=st.booleans(),
+        deltas=st.booleans(),
         faults=FAULTS,
         death=DEATHS,
     )
@@ -94,13 +96,16 @@ class FleetMachine(RuleBasedStateMachine):
         packed: bool,
         drops: bool,
         takes_over: bool,
+        deltas: bool,
         faults: list[tuple[int, Fault]],
         death: Death | None,
     ) -> None:
         """A trainer starts where none lives."""
         if self.slots[slot] is not None:
             return
-        trainer = Trainer(self.here, packed=packed, drops=drops, takes_over=takes_over)
+        trainer = Trainer(
+            self.here, packed=packed, drops=drops, takes_over=takes_over, deltas=deltas
+        )
         self.here.trainers.append(trainer)
         trainer.arm(death)
         if self._call(trainer, faults, lambda: trainer.connect(SHORT_S)):
@@ -296,7 +301,9 @@ class FleetMachine(RuleBasedStateMachine):
             for member in self.here.fleet:
                 if member.unreachable:
                     member.restart()
-            trainer = self.slots[slot] = Trainer(self.here, packed=slot == 0, drops=False)
+            trainer = self.slots[slot] = Trainer(
+                self.here, packed=slot == 0, drops=False, deltas=True
+            )
             self.here.trainers.append(trainer)
             before = self.here.statuses()
             trainer.connect(SHORT_S)

@@ -90,14 +90,26 @@ class Line:
 
 
 class Trainer:
-    """A sender and its weights: every tensor is full of one value, another one for every try."""
+    """A sender and its weights: every tensor is full of one value, another one for every try.
 
-    def __init__(self, world: World, *, packed: bool, drops: bool, takes_over: bool = True) -> None:
+    One that sends deltas changes one tensor at a time.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        packed: bool,
+        drops: bool,
+        takes_over: bool = True,
+        deltas: bool = False,
+    ) -> None:
         self.world = world
         self.takes_over = takes_over
         self.dead = False
         self.packed = packed
         self.drops = drops
+        self.deltas = deltas
         self.model = TinyModel()
         self.contents: Contents = (0.0, 0.0, 0.0)
         self.sending: dict[str, float] = {}
@@ -123,16 +135,22 @@ class Trainer:
             timeout_s=timeout_s,
             on_failure="drop" if self.drops else "abort",
             takeover=self.takes_over,
+            delta="always" if self.deltas else "off",
+            scrub=0.25,
         )
 
     def fill(self) -> None:
         """Make one step: new weights."""
         value = self.world.next_value()
-        self.contents = (value, value, value)
+        changed = [NAMES[int(value) % len(NAMES)]] if self.deltas else NAMES
+        self.contents = tuple(
+            value if name in changed else old
+            for name, old in zip(NAMES, self.contents, strict=True)
+        )
         self.sending = dict(zip(NAMES, self.contents, strict=True))
         with torch.no_grad():
-            for tensor in self.model.parameters():
-                tensor.fill_(value)
+            for name, tensor in self.model.named_parameters():
+                tensor.fill_(self.sending[name])
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The source of a packed trainer."""

@@ -17,6 +17,7 @@ from weightsync.arguments import as_label
 from weightsync.errors import (
     ConfigError,
     DeltaError,
+    ProtocolError,
     StaleVersionError,
     VerificationError,
     WeightSyncError,
@@ -348,8 +349,9 @@ class Coordinator:
 
 def _is_of_a_delta(error: WeightSyncError, failed: Mapping[Member, WeightSyncError]) -> bool:
     """Whether the whole model may arrive where a delta failed: its base or its result was wrong."""
+    damaged = any(type(e) is ProtocolError for e in failed.values())
     refused = any(isinstance(e, DeltaError | VerificationError) for e in failed.values())
-    return isinstance(error, DeltaError) or refused
+    return isinstance(error, DeltaError) or refused or damaged
 
 
 def _partial_failure(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:

@@ -565,14 +565,17 @@ class ReceiverSession:
         """
         offered, lifecycle = self.senders.manifest(info.sender), self.lifecycle
         base = None if lifecycle.torn_by else terms.bases.get(lifecycle.weights_id)
-        found = None
-        if offered is not None and base is not None and not incoming.manifests:
-            found = self.load_targets.of_delta(offered.digest)
-        if offered is None or base is None or found is None:
+        if offered is None or base is None or incoming.manifests:
+            held = lifecycle.weights_id or "none of a sender"
             raise DeltaError(
-                f"this receiver holds weights {lifecycle.weights_id or '(none of a sender)'} and "
-                f"cannot apply a delta that builds on {', '.join(terms.bases) or 'none'}; "
-                "send the whole model"
+                f"this receiver holds the weights {held}{' (TORN)' if lifecycle.torn_by else ''}, "
+                f"and the delta builds on {', '.join(terms.bases) or 'none'}; send the whole model"
+            )
+        found = self.load_targets.of_delta(offered.digest)
+        if found is None:
+            raise DeltaError(
+                "other code has changed the weights in use since the last update, or they are kept "
+                "in a form that takes no deltas; send the whole model"
             )
         load_target, layout, memory = found
         delta = DeltaTarget(load_target, memory, base)

@@ -38,6 +38,7 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import (
     LINE,
     MAX_LINES,
+    WORDS,
     Indices,
     LineBuffer,
     LineMemory,
@@ -84,6 +85,15 @@ class _Version:
     marks: Marks | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scan:
+    """A scan that is running: of which weights, what it has marked, whether it fills the table."""
+
+    weights_id: str
+    marks: Marks
+    is_first: bool
+
+
 class ChangeLog:
     """The lines of a source that changed from version to version, on one rank of the sender.
 
@@ -98,6 +108,7 @@ class ChangeLog:
         self.layout = layout
         self._table: LineTable | None = None
         self._versions: deque[_Version] = deque(maxlen=KEPT_VERSIONS)
+        self._scan: _Scan | None = None
         self._sample = LineSample(layout)
         self._keeps = keeps
         self._kept: LineMemory | None = None
@@ -121,10 +132,12 @@ class ChangeLog:
 
     def knows(self, weights_id: str) -> bool:
         """Whether the changes since these weights are known."""
+        self._end_interrupted()
         return self._since(weights_id) is not None
 
     def totals(self) -> dict[str, str]:
         """Return the fingerprints of the versions that a delta can build on, by weights id."""
+        self._end_interrupted()
         return {v.weights_id: to_hex(v.total) for v in self._versions if self.knows(v.weights_id)}
 
     def changed_share(self, stable: Sequence[torch.Tensor] | None) -> float | None:
@@ -136,6 +149,7 @@ class ChangeLog:
 
     def lines_since(self, bases: Sequence[str]) -> int | None:
         """Return how many lines the last scans marked since these bases; None if not known."""
+        self._end_interrupted()
         if self._table is None or not all(map(self.knows, bases)):
             return None
         marks = self.marks_since(bases)
@@ -143,7 +157,7 @@ class ChangeLog:
 
     def forget(self) -> None:
         """Drop the table and all versions. The next scan makes them anew."""
-        self._table = self._kept = None
+        self._table = self._kept = self._scan = None
         self._versions.clear()
 
     def record(
@@ -204,21 +218,33 @@ class ChangeLog:
     @contextmanager
     def _new_version(self, weights_id: str) -> Iterator[tuple[LineTable, Marks]]:
         """Yield the table and marks for a scan, and add a version when that ends."""
+        self._end_interrupted()
         first = self._table is None
         if self._table is None:
             self._table = LineTable(self.layout)
-        table, marks = self._table, new_marks(self._table.lines)
-        complete = False
+        scan = self._scan = _Scan(weights_id, new_marks(self._table.lines), first)
         try:
-            yield table, marks
-            complete = True
+            yield self._table, scan.marks
+            self._end_scan(scan, complete=True)
         finally:
-            if first and not complete:
-                self.forget()
-            elif first:
-                self._versions.append(_Version(weights_id, table.total, None))
-            else:
-                self._add(weights_id if complete else "", table.total, marks)
+            self._end_scan(scan, complete=False)
+
+    def _end_interrupted(self) -> None:
+        """End a scan that stopped in the middle, whose generator something still keeps alive."""
+        if self._scan is not None:
+            self._end_scan(self._scan, complete=False)
+
+    def _end_scan(self, scan: _Scan, *, complete: bool) -> None:
+        """Add a version of what a scan found, unless the scan was ended before."""
+        if self._scan is not scan or self._table is None:
+            return
+        self._scan = None
+        if scan.is_first and not complete:
+            self.forget()
+        elif scan.is_first:
+            self._versions.append(_Version(scan.weights_id, self._table.total, None))
+        else:
+            self._add(scan.weights_id if complete else "", self._table.total, scan.marks)
 
     def recorded(self, weights_id: str, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield the tensors; each is scanned before that, as by `record`."""
@@ -245,6 +271,7 @@ class ChangeLog:
 
         None where all of them are the newest version.
         """
+        self._end_interrupted()
         found = [since for base in bases if (since := self._since(base)) is not None]
         oldest = max(found, key=len, default=[])
         merged: Marks | None = None
@@ -318,8 +345,9 @@ class DeltaSource:
         self.written_lines = 0
         lines = count_lines(log.layout)
         room = min(lines, math.ceil(expected * _SLACK) + min(lines, 256))
-        capacity = min(_PACKET_LINES, -(-max(room, 1) // 16) * 16)
-        self._packets = max(-(-room // capacity), 1)
+        # A compiled scan ends a packet where fewer lines are left than it looks at together.
+        capacity = min(_PACKET_LINES, -(-(max(room, 1) + WORDS) // 16) * 16)
+        self._packets = max(-(-room // (capacity - WORDS + 1)), 1)
         self._sections: list[bytes] | None = None
         shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
         if by_value and log.keeps and self._also is None:
@@ -495,6 +523,8 @@ class DeltaTarget(LoadTarget):
         self._target.discard()
 
     def _take(self, name: str, flat: torch.Tensor) -> None:
+        if flat.dtype is not torch.uint8 or flat.dim() != 1:
+            raise ProtocolError(f"{name} is no packet of a delta, but {flat.dtype} {flat.shape}")
         if self.fingerprint is not None:
             raise ProtocolError(f"{name} comes after the last packet of the delta")
         if flat.numel() == _END.size:
@@ -509,6 +539,8 @@ class DeltaTarget(LoadTarget):
             raise ProtocolError(f"{name} is no packet of a delta; the message is damaged")
         # The packet may lie at any address of a bucket, and words of 8 bytes may not.
         body = flat[_HEADER_NBYTES:]
+        if body.numel() % (16 * (LINE + 4)):
+            raise ProtocolError(f"{name} has {flat.numel()} bytes, which no packet of a delta has")
         buffer = LineBuffer(body if not body.data_ptr() % 8 else body.clone())
         if count > buffer.capacity:
             raise ProtocolError(f"{name} has room for {buffer.capacity} lines, not for {count}")

@@ -476,6 +476,8 @@ class LineMemory:
             self._tensors = filled
         self._starts = [first for first, _ in self._tensors]
         self._memory = memory
+        ends = [(first + f.numel() // LINE, f.numel() % LINE) for first, f in filled]
+        self._ends = np.array([end for end in ends if end[1]], np.int64).reshape(-1, 2)
 
     @property
     def memory(self) -> Memory:
@@ -488,6 +490,7 @@ class LineMemory:
         `indices` is uint32[n], growing, each below `lines`; `lines` is uint64[8 * n].
         """
         if self.is_flat:
+            self._check_ends(indices, lines)
             return self._swap_compiled(self._base, indices, lines)
         change, at = 0, 0
         while at < len(indices):
@@ -505,6 +508,18 @@ class LineMemory:
             else:
                 raise ValueError(f"line {indices[at]} is none of the stream's tensors")
         return change & MASK
+
+    def _check_ends(self, indices: Indices, lines: Words) -> None:
+        """Raise ValueError for bytes beyond the end of a tensor that are not zeros.
+
+        They would stay in the gaps of flat memory, which fingerprints of whole updates include.
+        """
+        ends, filled = self._ends[:, 0], self._ends[:, 1:]
+        at = np.searchsorted(indices, ends)
+        found = (at < len(indices)) & (indices[np.minimum(at, len(indices) - 1)] == ends)
+        rows = lines.view(np.uint8).reshape(-1, LINE)[at[found]]
+        if (rows[np.arange(LINE) >= filled[found]] != 0).any():
+            raise ValueError("a line has bytes beyond the end of its tensor")
 
     def read(self, indices: Indices) -> Words:
         """Return the contents of lines (`uint64[8 * n]`); `indices` as those of `write`.

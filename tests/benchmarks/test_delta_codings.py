@@ -1,0 +1,81 @@
+"""The benchmark of delta codings, at a size of a few seconds: each coding is lossless."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zstandard", reason="the extra `delta`")
+
+from benchmarks.delta_codings import (
+    LAYER,
+    Bits,
+    Changes,
+    Coding,
+    codings,
+    main,
+    measure,
+    random_bits,
+    random_changes,
+)
+
+ALL = codings()
+DENSE_AND_SPARSE = (0.5, 0.01, 0.0003)
+
+
+def changes_of_every_size() -> Changes:
+    """Changes by every difference of bit patterns, at gaps of up to 2^17."""
+    random = np.random.default_rng(2)
+    gaps = np.concatenate([random.integers(1, 600, 3000), [254, 255, 256, 510, 65_536, 1 << 17]])
+    positions = np.cumsum(gaps).astype(np.uint64)
+    old = random_bits(int(positions[-1]) + 100)
+    return Changes.between("all", positions, old, old[positions] + every_step(len(positions)))
+
+
+def every_step(count: int) -> Bits:
+    steps = np.random.default_rng(3).integers(1, 1 << 16, count).astype(np.uint16)
+    steps[: count // 2] = 1
+    steps[-4:] = 1 << 15, (1 << 15) - 1, (1 << 16) - 1, 255
+    return steps
+
+
+@pytest.mark.parametrize("coding", ALL, ids=lambda coding: coding.name)
+def test_a_coding_decodes_to_what_was_coded(coding: Coding) -> None:
+    sets = [random_changes(1 << 16, share) for share in DENSE_AND_SPARSE]
+    nothing = random_changes(64, 0.0)
+    for changes in (*sets, changes_of_every_size(), nothing):
+        positions, now = coding.decode(coding.encode(changes), changes.old)
+        assert np.array_equal(positions, changes.positions)
+        assert np.array_equal(now, changes.now)
+
+
+def test_a_coding_that_loses_something_is_found() -> None:
+    loses = Coding("loses", ALL[0].encode, lambda data, old: ALL[0].decode(data, old + 1))
+    with pytest.raises(ValueError, match=r"loses decodes random, 1.0% to other values"):
+        measure(loses, random_changes(1 << 12, 0.01), 0.0)
+
+
+def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.npz"
+    arrays: dict[str, Any] = {}
+    for step in (1, 2):
+        changes = random_changes(576, 0.1)  # of each tensor; the smallest has 576 values
+        for name in LAYER:
+            key = f"1e-06/{step}/model.layers.15.{name}.weight"
+            arrays[f"{key}/gaps"] = np.diff(changes.positions, prepend=np.uint64(0)).astype("u4")
+            arrays[f"{key}/before"], arrays[f"{key}/now"] = changes.before, changes.now
+    np.savez(path, **arrays)
+    toy = ["--recorded", str(path), "--values", "4096", "--seconds", "0"]
+
+    main([*toy, "--json"])
+    measured = json.loads(capsys.readouterr().out)
+    assert {one["coding"] for one in measured} == {coding.name for coding in ALL}
+    assert all(one["nbytes_per_value"] > 0 for one in measured)
+
+    main(toy)
+    printed = capsys.readouterr().out
+    assert "| 1e-06, step 1 | 1e-06, step 2 | all recorded | random, 1.0% |" in printed

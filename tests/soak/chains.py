@@ -1,0 +1,116 @@
+"""A trainer and a fleet of each kind of receiver, in one process: each update builds on the last.
+
+The functions are run in a process of its own, since its memory is measured.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.e2e import models
+from weightsync.update import deltas
+
+SCRUB = 0.02
+SHARES = (0.0, 1e-4, 1e-3, 1e-2, 1e-2, 0.3)
+
+
+class Model(nn.Module):
+    """Tensors of several sizes, of which most end inside of a line."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for i, shape in enumerate([(300, 64), (64,), (7, 33), (513, 65), (1,)]):
+            dtype = torch.float32 if i == 2 else torch.bfloat16
+            weight = torch.randn(shape, generator=generator).to(dtype)
+            self.register_parameter(f"p{i}", nn.Parameter(weight, requires_grad=False))
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+
+
+@dataclass
+class Chain:
+    trainer: nn.Module
+    held: Sequence[nn.Module]
+    hooked: dict[str, torch.Tensor]
+    sender: ws.WeightSender
+    chance: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def step(self) -> None:
+        """Change a random share of each tensor."""
+        generator = torch.Generator().manual_seed(self.chance.getrandbits(60))
+        share = self.chance.choice(SHARES)
+        with torch.no_grad():
+            for tensor in self.trainer.state_dict().values():
+                flat = tensor.view(-1)
+                count = int(share * flat.numel() + self.chance.random())
+                at = torch.randint(flat.numel(), (count,), generator=generator)
+                flat[at] = torch.randn(count, generator=generator).mul_(100).to(flat.dtype)
+
+    def differing(self) -> list[str]:
+        """Return the receivers whose weights are not the trainer's, bit by bit."""
+        sent = models.digests(self.trainer)
+        found = [models.digests(model) for model in self.held]
+        found.append(models.digests(self.hooked.items()))
+        return [kind for kind, got in zip(KINDS, found, strict=True) if got != sent]
+
+
+KINDS = ("pointer", "copy", "in place", "hook")
+_here: list[Chain] = []
+
+
+def begin(by_value: bool) -> None:
+    """Connect; `by_value` has deltas coded as on slow paths."""
+    if by_value:
+        deltas._MEMORY_COST = 0.0
+    trainer, held = Model(0), [Model(i) for i in (1, 2, 3)]
+    hooked: dict[str, torch.Tensor] = {}
+
+    def load(pairs: Any) -> None:
+        for name, tensor in pairs:
+            hooked.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+
+    receivers = [
+        ws.WeightReceiver(ws.ModuleSink(held[0], swap="pointer"), apply="staged"),
+        ws.WeightReceiver(ws.ModuleSink(held[1], swap="copy"), apply="staged"),
+        ws.WeightReceiver(held[2], apply="in_place"),
+        ws.WeightReceiver(load, apply="staged"),
+    ]
+    sender = ws.connect(trainer, to=receivers, delta="always", scrub=SCRUB)
+    _here.append(Chain(trainer, held, hooked, sender))
+
+
+def send(count: int) -> dict[str, Any]:
+    """Send so many updates of random changes; return what the receivers and the reports say.
+
+    `whole` are the reasons of updates that were no deltas, `smallest` are the bytes of a delta.
+    """
+    (chain,) = _here
+    whole: list[str] = []
+    extra, smallest = 0, 1 << 60
+    for _ in range(count):
+        chain.step()
+        report = chain.sender.send_weights()
+        extra = max(extra, report.peak_extra_nbytes)
+        assert report.delta is not None
+        if report.delta.sent:
+            smallest = min(smallest, report.delta.nbytes)
+        else:
+            whole.append(report.delta.reason)
+    return {
+        "differing": chain.differing(),
+        "whole": whole,
+        "extra_nbytes": extra,
+        "smallest": smallest,
+    }
+
+
+def end(_: object) -> None:
+    """Close the sender."""
+    _here.pop().sender.close()

@@ -1,0 +1,49 @@
+"""Ten thousand deltas, each on top of the last: every receiver still has the trainer's bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e import processes
+from tests.soak import chains
+from tests.soak.sizes import sizes
+
+TURN = 100
+CODED_NBYTES = 4096
+"""The smallest delta is smaller if values are coded, and larger if whole lines are sent."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """`warm_up` are updates until allocators have what they keep; `growth` may follow."""
+
+    updates: int
+    warm_up: int
+    growth: float
+
+
+@sizes(
+    quick=Size(updates=300, warm_up=200, growth=0.03),
+    whole=Size(updates=10_000, warm_up=1_000, growth=0.01),
+)
+@pytest.mark.parametrize("coding", ["lines", "values"])
+@pytest.mark.usefixtures("shm_clean")
+def test_a_chain_of_deltas_drifts_nowhere_and_grows_nowhere(coding: str, size: Size) -> None:
+    with processes.host() as host:
+        host.run(chains.begin, coding == "values")
+        host.run(chains.send, 1)  # the whole model, on which the first delta builds
+        for _ in range(size.warm_up // TURN):
+            first = host.run(chains.send, TURN)
+        assert (first["smallest"] < CODED_NBYTES) is (coding == "values")
+        rss = host.footprint()["rss"]
+        for _ in range(size.updates // TURN):
+            sent = host.run(chains.send, TURN)
+            assert not sent["differing"]
+            assert not sent["whole"]
+            assert sent["extra_nbytes"] <= first["extra_nbytes"]
+        grown = host.footprint()["rss"] / rss - 1
+        host.run(chains.end)
+    print(f"{size.updates} deltas by {coding}: memory {100 * grown:+.2f} %")
+    assert grown <= size.growth
