@@ -1,12 +1,14 @@
 """Time of deltas over a slow link, beside payload over rate and two round trips.
 
-    python -m benchmarks.delta_network [--mbit 100] [--round-trip-ms 50] [--congestion cubic,bbr]
+    python -m benchmarks.delta_network [--mbit 100] [--round-trip-ms 50] [--congestion cubic+kept]
 
 The trainer and the receiver are network namespaces. A thread of this process passes packets between
 them, at a rate and with a delay (kernels of small machines have no netem). The model is bf16 with
 the shapes of SmolLM2-135M; before each delta a share of its values moves to a neighbour, up or
-down, at random places. A raw exchange is the same number of bytes over one TCP connection that is
-in use already, and one byte back. Needs root. Prints one table, or JSON with --json.
+down, at random places. A congestion control "NAME+kept" has no slow start after idle: the sysctl
+tcp_slow_start_after_idle of the hosts is 0. A raw exchange is the same number of bytes over one TCP
+connection that is in use already, and one byte back. Needs root. Prints tables, or JSON with
+--json.
 """
 
 from __future__ import annotations
@@ -419,7 +421,7 @@ def main() -> None:
     parser.add_argument("--fulls", type=int, default=1)
     parser.add_argument("--deltas", type=int, default=5)
     parser.add_argument("--pause-s", type=float, default=2.0, help="a training step")
-    parser.add_argument("--congestion", default="cubic,bbr")
+    parser.add_argument("--congestion", default="cubic,cubic+kept,bbr")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if problem := netns_problem():

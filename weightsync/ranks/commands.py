@@ -50,10 +50,11 @@ class TakeSnapshot(Command, frozen=True, kw_only=True):
 class EstimateChanges(Command, frozen=True, kw_only=True):
     """Return about how much of the source has changed: since the last update, and since `bases`.
 
-    `bases` are the ids of the weights that receivers hold.
+    `bases` are the ids of the weights that receivers hold. The rank `keeps` a copy of the stream.
     """
 
     bases: list[str]
+    keeps: bool = False
 
 
 class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):

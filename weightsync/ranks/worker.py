@@ -342,7 +342,7 @@ class RankWorker:
         """Return about how much has changed; nothing on a rank that no receiver reads."""
         if not self.engines:
             return CommandResult()
-        changes = self._log_of_changes()
+        changes = self._log_of_changes(keeps=command.keeps)
         stable = None if self.source.is_made else self.source.stable_tensors()
         return CommandResult(
             estimate=ChangeEstimate(
@@ -381,11 +381,11 @@ class RankWorker:
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.reading = self._readers_of(command.readers)
+        self._passes = [name for name in command.readers if not self.backend(name).requires]
         task = command.delta
         self._sends_delta = task is not None and bool(task.bases)
         # Such a delta is coded before its size can be said; by one pass for all engines.
         self._codes_early = task is not None and task.by_value and len(self._passes) == 1
-        self._passes = [name for name in command.readers if not self.backend(name).requires]
         self._moves_model = not command.pairs
         self._in_update = True
         if self.source.is_made:
@@ -498,7 +498,7 @@ class RankWorker:
             not_finite=not_finite,
             digests=digests,
             delta_lines=0 if delta is None else delta.written_lines,
-            delta_nbytes=0 if delta is None else delta.manifest.nbytes,
+            delta_nbytes=0 if delta is None else delta.nbytes,
             extra_nbytes=self._extra_nbytes(),
             written_nbytes=sum(_read(engine, "written_nbytes", int) for engine in engines),
         )

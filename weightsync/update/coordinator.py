@@ -17,9 +17,7 @@ from weightsync.arguments import as_label
 from weightsync.errors import (
     ConfigError,
     DeltaError,
-    ProtocolError,
     StaleVersionError,
-    VerificationError,
     WeightSyncError,
 )
 from weightsync.ranks.commands import CheckMoved, DeltaTask
@@ -127,16 +125,17 @@ class Coordinator:
         self.membership.ready(members)
         terms = replace(self._sent.terms, version=self.fleet.version, rewind=True)
         update = self._update(members)
+        delta = self.deltas.repeat(terms)
         try:
-            update.send_whole(terms, same_as=self._sent)
+            update.send_whole(terms, same_as=self._sent, delta=delta)
         except WeightSyncError:
             if not self.membership.reconnect(update.failed, members):
                 raise
             self.membership.repair_group(members)
             update = self._update(members)
-            update.send_whole(terms, same_as=self._sent)
+            update.send_whole(terms, same_as=self._sent, delta=delta)
         self._sent.update_ids.add(update.update_id)
-        return self._report(update, self.fleet.version, terms.label, before)
+        return self._report(update, self.fleet.version, terms.label, before, again=True)
 
     def add(self, transport: Transport) -> SyncReport | None:
         """Add a receiver, and send it the current version where this sender has sent one.
@@ -230,18 +229,20 @@ class Coordinator:
                 manifest_digest=self._group.manifest.digest,
             )
             update = self._update([m for m in self.fleet.members if m not in without])
-            delta = self._delta_task(weights_id, update, tries)
+            delta = self._delta_task(terms, update, tries)
             try:
                 update.send_whole(terms, delta=delta)
             except WeightSyncError as exc:
                 dirty = dirty or update.dirty
-                if update.is_delta:
-                    self.deltas.failed(exc)
                 reconnected = self.membership.reconnect(update.failed)
                 ahead = version is None and isinstance(exc, StaleVersionError)
                 if self._group.worker.stop.is_set():
                     raise
-                whole_helps = update.is_delta and _is_of_a_delta(exc, update.failed)
+                whole_helps = update.is_delta and (
+                    isinstance(exc, DeltaError) or update.refused_delta
+                )
+                if whole_helps:
+                    self.deltas.failed(exc)
                 if (reconnected or ahead or whole_helps) and tries < _TRIES:
                     tries += 1
                     continue
@@ -264,12 +265,12 @@ class Coordinator:
                 return update, terms
 
     def _delta_task(
-        self, weights_id: str, update: UpdateTransaction, tries: int
+        self, terms: StartTerms, update: UpdateTransaction, tries: int
     ) -> DeltaTask | None:
         """Return what an update does about deltas: after a failure it sends the whole model."""
         if tries > 1:
-            return self.deltas.repeat(weights_id)
-        return self.deltas.task(weights_id, update.members)
+            return self.deltas.repeat(terms)
+        return self.deltas.task(terms, update.members)
 
     def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:
         """Return the version to send, and whether it is a rewind, as after MAX_VERSION."""
@@ -318,7 +319,7 @@ class Coordinator:
         self.membership.repair_group([member])
         again = self._update([member])
         try:
-            again.send_whole(terms, same_as=self._sent)
+            again.send_whole(terms, same_as=self._sent, delta=self.deltas.repeat(terms))
         except WeightSyncError:
             if member.unfinished is None:
                 with suppress(WeightSyncError):
@@ -331,7 +332,13 @@ class Coordinator:
         return UpdateTransaction(self.fleet, self.paths, members, verify=self.verify)
 
     def _report(
-        self, update: UpdateTransaction, version: int, label: str | None, before: tuple[int, int]
+        self,
+        update: UpdateTransaction,
+        version: int,
+        label: str | None,
+        before: tuple[int, int],
+        *,
+        again: bool = False,
     ) -> SyncReport:
         """Return the update's report, with connect times and dropped members of the same call."""
         connect_seconds = dict(self.paths.seconds) if self.paths.unreported else {}
@@ -342,16 +349,9 @@ class Coordinator:
             report,
             connect_seconds=connect_seconds,
             dropped=dropped,
-            delta=self.deltas.report(update.results),
+            delta=self.deltas.report(update.results, again=again),
         )
         return self.last_report
-
-
-def _is_of_a_delta(error: WeightSyncError, failed: Mapping[Member, WeightSyncError]) -> bool:
-    """Whether the whole model may arrive where a delta failed: its base or its result was wrong."""
-    damaged = any(type(e) is ProtocolError for e in failed.values())
-    refused = any(isinstance(e, DeltaError | VerificationError) for e in failed.values())
-    return isinstance(error, DeltaError) or refused or damaged
 
 
 def _partial_failure(failed: Mapping[Member, WeightSyncError], version: int) -> WeightSyncError:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from weightsync.errors import DeltaError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.ranks.commands import ChangeEstimate, CommandResult, DeltaTask, EstimateChanges
 from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
@@ -15,15 +15,16 @@ from weightsync.update.fleet import Member
 from weightsync.weights.delta import MAX_SHARE
 from weightsync.weights.delta_coding import zstd
 from weightsync.weights.layout import aligned
-from weightsync.weights.lines import LINE, MAX_LINES
+from weightsync.weights.lines import LINE, MAX_LINES, kernels
+from weightsync.wire.messages import StartTerms
 
 DeltaChoice = Literal["auto", "off", "always"]
 MIN_NBYTES = 32 << 20
 """Below this size of a model a delta saves nothing: the messages take longer than the copies."""
 _MEMORY_COST = 2.0
 """Paths that cost more copies than this are slow: deltas are coded, which takes time, for them."""
-_MAX_REST = 16
-"""Updates after which a sender whose deltas were too large tries again, at most."""
+_MAX_PAUSE = 16
+"""Whole models that are sent before a delta is tried again, at most, after several failed."""
 
 
 class DeltaPlanner:
@@ -42,40 +43,37 @@ class DeltaPlanner:
         self._scrub_lines = min(self.lines, int(scrub * self.lines) + (scrub > 0))
         self._scrubbed, self._scrubbed_once = 0, False
         self._never = why_never(choice, group.manifest)
-        self._rest = self._next_rest = 0
+        self._refusals = self._pause = 0
         self._reason = ""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether this sender may ever send a delta."""
-        return not self._never
-
-    def task(self, weights_id: str, members: Sequence[Member]) -> DeltaTask | None:
+    def task(self, terms: StartTerms, members: Sequence[Member]) -> DeltaTask | None:
         """Return what the ranks do for deltas in the update of these members; None for nothing.
 
         The task has no bases where the whole model is sent, and the changes are only recorded.
         """
-        self._reason = self._never
-        if self._never:
-            return None
-        cannot = [member.target for member in members if not member.status.delta_forms]
-        if cannot:
-            self._reason = f"{cannot[0]} takes no deltas"
+        weights_id = terms.weights_id or ""
+        self._reason = self._why_not(members)
+        if self._reason:
             return None
         forms = [member.status.delta_forms for member in members]
         by_value = any(member.cost > _MEMORY_COST for member in members) and zstd() is not None
         by_value = by_value and all("values" in taken for taken in forms)
         record = DeltaTask(weights_id=weights_id, keeps=by_value)
         bases = sorted({member.delta_base or "" for member in members})
-        estimate = self._estimate(bases)
-        too_many = self._too_many(estimate)
-        if too_many:
-            self._reason = too_many
+        estimate = self._estimate(bases, keeps=by_value)
+        many = estimate.share is not None and estimate.share > MAX_SHARE
+        if many and self.choice == "auto":
+            self._reason = f"about {estimate.share:.0%} of the lines changed"
             return None
+        if self._pause:
+            self._pause -= 1
+            self._reason = f"deltas failed {self._refusals} times; tried later again"
+            return None if self._pause else record
         if "" in bases:
             self._reason = "the receivers hold no weights of this sender that it knows"
             return record
-        if estimate.marked is None:
+        slow_and_older = by_value and not estimate.are_newest and estimate.share is None
+        if estimate.marked is None or slow_and_older:
             self._reason = "the changes since the weights that the receivers hold are not known"
             return record
         if estimate.share is None:  # room for all that pay, or for all
@@ -88,56 +86,65 @@ class DeltaPlanner:
             expected=expected,
             scrub=self._next_scrub(),
             by_value=by_value and estimate.are_newest,
-            to_shards=any("shards" in taken for taken in forms),
             keeps=by_value,
+            to_shards=any("shards" in taken for taken in forms),
         )
 
-    def _too_many(self, estimate: ChangeEstimate) -> str:
-        """Return why so much has changed that a delta does not pay; an empty string if it may."""
-        if self.choice == "always":
-            return ""
-        if estimate.share is not None:
-            many = estimate.share > MAX_SHARE
-            return f"about {estimate.share:.0%} of the lines changed" if many else ""
-        if self._rest:
-            self._rest -= 1
-            return f"too many lines changed; a delta is tried again after {self._rest + 1} updates"
-        return ""
+    def _why_not(self, members: Sequence[Member]) -> str:
+        """Return why these members are sent no delta, whatever has changed."""
+        if not self._never and self.choice == "auto" and kernels() is None:
+            self._never = "numba cannot be used here; the log says why"
+        if self._never:
+            return self._never
+        cannot = [member.target for member in members if not member.status.delta_forms]
+        return f"{cannot[0]} takes no deltas" if cannot else ""
 
     def _next_scrub(self) -> tuple[int, int]:
-        """Return the first line and the number of lines that receivers read back, in turn.
+        """Return the first line and the number of lines that receivers read back with a delta."""
+        return self._scrubbed, min(self._scrub_lines, self.lines - self._scrubbed)
 
-        Each window twice: a staged receiver has two copies of the model, and uses them in turn.
+    def _advance_scrub(self) -> None:
+        """Go on to the next lines, after each was read back twice.
+
+        A staged receiver has two copies of the model, and uses them in turn.
         """
-        first, count = self._scrubbed, min(self._scrub_lines, self.lines - self._scrubbed)
         if self._scrubbed_once:
+            first, count = self._next_scrub()
             self._scrubbed = (first + count) % max(self.lines, 1)
         self._scrubbed_once = not self._scrubbed_once
-        return first, count
 
     def failed(self, error: WeightSyncError) -> None:
         """Note that a delta failed; the whole model is sent instead.
 
-        Where tensors are made, only an attempt shows how much has changed, so the next one is made
-        after some updates, after twice as many each time.
+        A receiver may refuse each of them, and where tensors are made only an attempt shows how
+        much has changed. So from the second failure on whole models are sent, twice as many each
+        time, before another attempt.
         """
         self._reason = f"a delta failed: {error}"
-        if isinstance(error, DeltaError) and not self._group.rank_infos[0].stable:
-            self._next_rest = self._rest = min(max(2 * self._next_rest, 2), _MAX_REST)
+        self._refusals += 1
+        self._pause = min(2 ** (self._refusals - 1), _MAX_PAUSE) if self._refusals > 1 else 0
 
-    def repeat(self, weights_id: str) -> DeltaTask | None:
-        """Return the task of an update that sends the whole model after a delta failed."""
-        return None if self._never else DeltaTask(weights_id=weights_id)
+    def repeat(self, terms: StartTerms) -> DeltaTask | None:
+        """Return the task of an update that sends the whole model again, as after a failure."""
+        if self._never:
+            return None
+        return DeltaTask(weights_id=terms.weights_id or "")
 
-    def report(self, results: Sequence[CommandResult]) -> DeltaReport | None:
-        """Return the report of the update whose `End` had these results; None where it is off."""
+    def report(
+        self, results: Sequence[CommandResult], *, again: bool = False
+    ) -> DeltaReport | None:
+        """Return the report of the update whose `End` had these results; None where it is off.
+
+        `again`: it brought single receivers to the version of the others.
+        """
         if self.choice == "off":
             return None
         lines = max((result.delta_lines for result in results), default=0)
         nbytes = max((result.delta_nbytes for result in results), default=0)
         if not nbytes:
-            return DeltaReport(reason=self._reason)
-        self._next_rest = 0
+            return DeltaReport(reason="the version was sent again" if again else self._reason)
+        self._refusals = 0
+        self._advance_scrub()
         whole = self._group.manifest.nbytes
         return DeltaReport(
             sent=True,
@@ -147,10 +154,10 @@ class DeltaPlanner:
             saved_nbytes=max(whole - nbytes, 0),
         )
 
-    def _estimate(self, bases: Sequence[str]) -> ChangeEstimate:
+    def _estimate(self, bases: Sequence[str], *, keeps: bool) -> ChangeEstimate:
         """Return what the ranks know, of the rank with the most changes."""
-        found = self._group.run_on_all(EstimateChanges(bases=list(bases)))
-        known = [result.estimate for result in found if result.estimate is not None]
+        command = EstimateChanges(bases=list(bases), keeps=keeps)
+        known = [r.estimate for r in self._group.run_on_all(command) if r.estimate is not None]
         shares = [one.share for one in known]
         marked = [one.marked for one in known]
         return ChangeEstimate(

@@ -222,9 +222,14 @@ class LoadTargets:
         return ["lines", "values"] if zstd() is not None else ["lines"]
 
     def catch_up(self) -> None:
-        """Prepare memory for a delta of the whole model, which `of_delta` would do otherwise."""
+        """Prepare memory for a delta of the whole model, which `of_delta` would do otherwise.
+
+        Not memory of which a user keeps views: only an update overwrites that.
+        """
         whole, layout = self._whole, self._layout
-        if whole is not None and layout is not None and whole[1].takes_deltas:
+        if whole is None or layout is None or not whole[1].takes_deltas:
+            return
+        if whole[1].is_unused():
             whole[1].catch_up(layout)
 
     def of_delta(self, digest: str) -> tuple[LoadTarget, StreamLayout, LineMemory] | None:

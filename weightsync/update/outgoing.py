@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from weightsync.errors import (
     ConfigError,
+    DeltaError,
     ProtocolError,
     RemoteError,
     TransferCancelled,
@@ -124,6 +125,14 @@ class UpdateTransaction:
         return self._delta is not None and bool(self._delta.bases)
 
     @property
+    def refused_delta(self) -> bool:
+        """Whether a member refused a delta: its base, its packets or its result were wrong."""
+        refusals = [e for e in self.failed.values() if isinstance(e, DeltaError)]
+        wrong = [e for e in self.failed.values() if isinstance(e, VerificationError)]
+        damaged = [e for e in self.failed.values() if type(e) is ProtocolError]
+        return self.is_delta and bool(refusals or wrong or damaged)
+
+    @property
     def results(self) -> Sequence[CommandResult]:
         """What the ranks said at the end of the transfer."""
         return self._results
@@ -196,9 +205,8 @@ class UpdateTransaction:
         self.finishing = True
         self._abort([member for member in self._members if member in self.failed], "it failed here")
         staying = self._staying
-        for member in self._members:
-            member.delta_base = None
         for member in staying:
+            member.delta_base = None
             member.unfinished = self._finish_request(member)
             member.last_finish_sent = self.update_id
         answers = self._call(self._finish_request, staying)
@@ -494,6 +502,8 @@ class UpdateTransaction:
         failed = failures(answers)
         if not failed:
             return
+        if self.refused_delta:
+            raise_first(answers)  # the whole model is sent to all of them
         dropped = self._drop_servers()
         prepared = [a for a in answers if a.member not in self.failed]
         if dropped and prepared:

@@ -291,13 +291,14 @@ class ChangeLog:
 
     def _add(self, weights_id: str, total: int, marks: Marks) -> None:
         last = self._versions[-1] if self._versions else None
-        # A second pass over the same weights, or a second try to send them, finds the rest.
-        if last is not None and last.weights_id in (weights_id, "") and last.marks is not None:
+        if last is not None and not last.weights_id and last.marks is not None:
+            # The scan before did not end: this one found the rest.
             self._versions[-1] = _Version(weights_id, total, last.marks | marks)
-        elif last is not None and last.weights_id == weights_id and not marks.any():
-            return
-        else:
+        elif last is None or last.weights_id != weights_id:
             self._versions.append(_Version(weights_id, total, marks))
+        elif marks.any():  # one id with two contents is no base for a delta
+            self._versions[-1] = _Version("", last.total, last.marks)
+            self._versions.append(_Version("", total, marks))
 
 
 def _buffers(scan: Generator[None, LineBuffer, None]) -> Iterator[LineBuffer]:
@@ -319,7 +320,7 @@ class DeltaSource:
     """WeightSource of packets with the lines of `source` that changed since the oldest base.
 
     `expected` is about how many lines that are: the packets have room for some more, and an update
-    with still more raises TransferError. Iterate over it once for each engine: the source is read
+    with still more raises DeltaError. Iterate over it once for each engine: the source is read
     meanwhile. `scrub` are the first line and the number of lines that receivers read back whole.
     """
 
@@ -338,6 +339,8 @@ class DeltaSource:
         self._log, self._source, self._weights_id = log, source, weights_id
         self._also = log.marks_since(bases)
         self._bases = {base: total for base, total in log.totals().items() if base in bases}
+        if not self._bases:
+            raise DeltaError("this rank knows none of the weights that the receivers hold")
         self._scrub = scrub
         self._to_shards = to_shards
         self._sent = 0
@@ -357,6 +360,13 @@ class DeltaSource:
         self.manifest = Manifest(
             tuple(TensorSpec(f"delta.{i}", "uint8", (n,)) for i, n in enumerate(shapes))
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lines and their numbers, or of the coded values, once they were sent."""
+        if self._sections is not None:
+            return self.manifest.nbytes
+        return self.written_lines * (LINE + 4) + len(self.manifest.specs) * _HEADER_NBYTES
 
     @property
     def terms(self) -> DeltaTerms:

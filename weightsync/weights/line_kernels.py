@@ -199,7 +199,12 @@ def _sum_group(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     return _reduced(builder, total)
 
 
-_compiled = njit(nogil=True, cache=True)
+def _compiled(loop: Callable[..., Any]) -> Any:
+    """Compile a loop when it is first called; kept on disk where numba finds a place for it."""
+    try:
+        return njit(nogil=True, cache=True)(loop)
+    except RuntimeError:  # neither the installation nor the user's directory can be written
+        return njit(nogil=True)(loop)
 
 
 @_compiled

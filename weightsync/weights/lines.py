@@ -56,6 +56,9 @@ def kernels() -> ModuleType | None:
         from weightsync.weights import line_kernels  # noqa: PLC0415  # the extra `delta`
     except ImportError:
         return None
+    except Exception as exc:  # noqa: BLE001  # a compiler fails in many ways
+        logger.warning("numba cannot be used, deltas take slower loops: %s", exc)
+        return None
     return line_kernels
 
 

@@ -44,6 +44,7 @@ from weightsync.weights.sink import (
     WeightSink,
     check_manifest,
     uses,
+    write_counts,
 )
 from weightsync.wire.messages import TensorPart
 
@@ -178,7 +179,6 @@ Swap = Literal["auto", "pointer", "copy"]
 """How a commit puts staged weights to use; see ModuleSink."""
 
 _COMPILED = operator.attrgetter("_compiled_call_impl")
-_VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +279,14 @@ class ModuleSink(WeightSink):
         self.refresh()
         return self._held
 
-    @property
-    def held(self) -> list[torch.Tensor]:
-        """The same tensors, as they were at the last `refresh`."""
-        return self._held
+    def stamps(self, *, looks: bool = True) -> list[int] | None:
+        """Return torch's counts of the writes to the module's tensors, tied ones included.
+
+        None where a tensor has no count. Unless it `looks`, of the tensors of the last `refresh`.
+        """
+        tensors = self.tensors if looks else self._held
+        tied = (local_of(other) for others in self._found.tied.values() for other in others)
+        return write_counts([*tensors, *tied])
 
     def refresh(self) -> int:
         """Detect tensors that other code replaced, moved, cast or offloaded.
@@ -586,9 +590,12 @@ class _PointerTarget(_StagedTarget):
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
         in_use, spare = self._arenas[1 - self._spare], self._arenas[self._spare]
-        unchanged = self._stamps is not None and self._stamps == _stamps(self._sink.tensors)
+        unchanged = self._stamps is not None and self._stamps == self._sink.stamps()
         if not (self.takes_deltas and self.is_current and unchanged):
             return None
+        if not spare.has_storage_alone():  # before its addresses are used
+            spare.take_new_storage()
+            self._behind = None
         target, current = lines_of(layout, spare.memory), lines_of(layout, in_use.memory)
         if target is None or current is None:
             return None
@@ -624,7 +631,7 @@ class _PointerTarget(_StagedTarget):
         self._sink.settled()
         self._spare = 1 - self._spare
         self._behind = self.written
-        self._stamps = _stamps(self._sink.held)
+        self._stamps = self._sink.stamps(looks=False)
 
     def discard(self) -> None:
         written = self.written
@@ -705,14 +712,6 @@ class _Arena:
                 tensor.copy_(view)
 
 
-def _stamps(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return torch's counts of the writes to these tensors; None where a tensor has none."""
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:
-        return None
-
-
 def _users(tensor: torch.Tensor) -> int:
     """Return `uses` and the number of references to the storage's Python object."""
     return uses(tensor) + sys.getrefcount(tensor.untyped_storage())
@@ -789,7 +788,7 @@ class _InPlaceTarget(_ModuleTarget):
         self._stamps: list[int] | None = None
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
-        known = self._stamps is not None and self._stamps == _stamps(self._sink.tensors)
+        known = self._stamps is not None and self._stamps == self._sink.stamps()
         if not (self.takes_deltas and known and self.is_current and self.memory is not None):
             return None
         return lines_of(layout, self.memory)
@@ -815,7 +814,7 @@ class _InPlaceTarget(_ModuleTarget):
             raise VerificationError(names=different)
 
     def commit(self) -> None:
-        self._stamps = _stamps(self._sink.held)
+        self._stamps = self._sink.stamps(looks=False)
 
 
 class ShardedModuleSink(ModuleSink):

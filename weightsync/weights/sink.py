@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
@@ -225,6 +226,17 @@ def own_storage(flat: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
+_VERSION = operator.attrgetter("_version")
+
+
+def write_counts(tensors: Iterable[torch.Tensor]) -> list[int] | None:
+    """Return how often torch has written to each tensor; None where one has no count."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # made in inference mode
+        return None
+
+
 def uses(tensor: torch.Tensor) -> int:
     """Return the number of tensors and Python wrappers that use the storage of `tensor`."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -267,6 +279,9 @@ class HookSink(WeightSink):
     (`peak_extra_nbytes`). `apply="auto"` stages where they fit into free memory with a tenth to
     spare.
 
+    After a delta the hook is given the whole model again, or with `changed_only` the tensors that
+    changed, whole.
+
     Else (`in_place`) tensors are handed over as they come. This takes the bytes of the largest
     tensor (twice with clones); where it is split over buckets, its memory is kept for the next
     update.
@@ -279,7 +294,9 @@ class HookSink(WeightSink):
         manifest: Manifest | None = None,
         keeps_views: bool = False,
         device: torch.device | str = "cpu",
+        changed_only: bool = False,
     ) -> None:
+        self.changed_only = changed_only
         self.load_weights = load_weights
         self.manifest = manifest
         self.keeps_views = keeps_views
@@ -366,8 +383,10 @@ class _HookTarget(LoadTarget):
 class _StagedHookTarget(ArenaTarget):
     """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones.
 
-    After a delta the hook is given the tensors that changed.
+    A hook that changes the tensors that it is given gets no delta after that.
     """
+
+    takes_deltas = True
 
     def __init__(self, sink: HookSink, layout: StreamLayout) -> None:
         self._sink = sink
@@ -375,7 +394,6 @@ class _StagedHookTarget(ArenaTarget):
         buffer = arena.allocate(layout.nbytes, sink.device)
         self.memory = Memory.of_stream(layout, buffer)
         self.peak_extra_nbytes = sink.staged_nbytes(layout)
-        self.takes_deltas = not sink.keeps_views  # such a hook wants the whole model
 
     def commit(self) -> None:
         memory = self.memory
@@ -383,7 +401,7 @@ class _StagedHookTarget(ArenaTarget):
             return
         self.holds_commit(False)  # until the hook has returned
         places: Sequence[int] = range(len(memory.tensors))
-        if self.written is not None:
+        if self.written is not None and self._sink.changed_only:
             places = touched(self._layout, self.written)
         specs = [self._layout.manifest.specs[place] for place in places]
         tensors = [
@@ -395,10 +413,12 @@ class _StagedHookTarget(ArenaTarget):
             (name, from_bytes(flat, spec))
             for spec, (name, flat) in zip(specs, tensors, strict=True)
         ]
+        before = write_counts(tensor for _, tensor in pairs)
         if pairs:
             names = [name for name, _ in pairs]
             _check_loaded(self._layout.manifest, self._sink.call(pairs), names)
+        unchanged = before is not None and before == write_counts(t for _, t in pairs)
         pairs.clear()
         if not self._sink.keeps_views:
             refuse_kept(tensors, counts)
-        self.holds_commit()
+        self.holds_commit(unchanged)
