@@ -291,10 +291,11 @@ class Damage:
                 struct.pack_into("<I", whole, where, self.number % (1 << 32))
 
     def _made_up(self) -> bytes:
-        """A well-formed section of any positions, in any order."""
+        """A well-formed section of any positions, also beyond the model."""
         words = np.frombuffer(self.data[: len(self.data) // 8 * 8], np.uint64)
-        limits = (1 << 64, 20_000, 200)
-        positions = words % np.uint64(min(limits[self.number % 3], TOP))
+        limits = (1 << 20, 20_000, 200)
+        positions, first = np.unique(words % np.uint64(limits[self.number % 3]), return_index=True)
+        words = words[first]
         return encode(Section(positions, words.astype(np.uint16)))
 
 

@@ -89,25 +89,26 @@ def begin(by_value: bool) -> None:
 def send(count: int) -> dict[str, Any]:
     """Send so many updates of random changes; return what the receivers and the reports say.
 
-    `whole` are the reasons of updates that were no deltas, `smallest` are the bytes of a delta.
+    `whole` are the reasons of updates that were no deltas. `coded` says that values were sent: a
+    delta of lines has 68 bytes for each, and 64 for each packet.
     """
     (chain,) = _here
     whole: list[str] = []
-    extra, smallest = 0, 1 << 60
+    extra, coded = 0, False
     for _ in range(count):
         chain.step()
         report = chain.sender.send_weights()
         extra = max(extra, report.peak_extra_nbytes)
         assert report.delta is not None
         if report.delta.sent:
-            smallest = min(smallest, report.delta.nbytes)
+            coded |= (report.delta.nbytes - 68 * report.delta.lines) % 64 != 0
         else:
             whole.append(report.delta.reason)
     return {
         "differing": chain.differing(),
         "whole": whole,
         "extra_nbytes": extra,
-        "smallest": smallest,
+        "coded": coded,
     }
 
 

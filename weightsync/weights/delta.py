@@ -431,7 +431,7 @@ class DeltaSource:
             np.concatenate([part.positions for part in parts]),
             np.concatenate([part.changes for part in parts]),
         )
-        self.written_lines += len(section.lines()[0])
+        self.written_lines += len(section.lines())
         return encode(section)
 
     def _write_end(self, target: torch.Tensor) -> None:
@@ -563,7 +563,7 @@ class DeltaTarget(LoadTarget):
 
     def _take_values(self, data: memoryview) -> None:
         section = decode(data, self._memory.lines * VALUES)
-        indices, _ = section.lines()
+        indices = section.lines()
         if not len(indices):
             return
         try:

@@ -423,6 +423,31 @@ def list_changes(indices: Any, old: Any, new: Any, positions: Any, changes: Any)
 
 
 @_compiled
+def list_lines(positions: Any, indices: Any) -> Any:
+    """Write the number of the line of each position, each once; return how many."""
+    count, last = 0, U(0xFFFF_FFFF_FFFF_FFFF)
+    for i in range(len(positions)):
+        line = positions[i] >> U(5)
+        if line != last:
+            indices[count] = np.uint32(line)
+            count += 1
+            last = line
+    return count
+
+
+@_compiled
+def apply_changes(indices: Any, values: Any, positions: Any, changes: Any) -> None:
+    """Add the changes to the values (uint16) of the lines with these indices."""
+    row = 0
+    for i in range(len(positions)):
+        line = positions[i] >> U(5)
+        while U(indices[row]) != line:
+            row += 1
+        at = U(row) * U(32) + (positions[i] & U(31))
+        values[at] = np.uint16(values[at] + changes[i])
+
+
+@_compiled
 def gather(base: Any, indices: Any, lines: Any) -> None:
     """Copy the lines at `base + 64 * index` to `lines`."""
     count = U(len(indices))

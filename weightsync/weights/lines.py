@@ -79,6 +79,10 @@ def warm_up() -> None:
         compiled.list_changes(
             indices[:1], lines, lines, np.zeros(32, np.uint64), np.zeros(32, np.uint16)
         )
+        compiled.list_lines(np.zeros(1, np.uint64), indices[:1])
+        compiled.apply_changes(
+            indices[:1], lines.view(np.uint16), np.zeros(1, np.uint64), np.zeros(1, np.uint16)
+        )
         compiled.sum_range(base, np.uint64(0), np.uint64(1))
         compiled.mark(marks, indices[:1])
         compiled.list_marked(marks, np.uint64(0), np.uint64(8), np.zeros(16, np.uint32))

@@ -116,7 +116,7 @@ _HEADERS = 6
 _IN_FLIGHT = 3
 _POLL_S = 0.02
 _JOIN_S = 5.0
-_QUERY_S = 0.05
+_QUERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -341,7 +341,11 @@ class ChainRelay:
         self._drop(TransferError("the sender began another update"))
         self._epoch = epoch
         deadline = time.monotonic() + self._patience(at_ring=True)
+        self._queried_at = time.monotonic()
         while not self._await_submit(epoch) and time.monotonic() < deadline:
+            if time.monotonic() - self._queried_at < _QUERY_S:
+                continue
+            self._queried_at = time.monotonic()
             if self._rendezvous.given_up(epoch):  # outside the lock: the call may take long
                 return
         with self._changed:
@@ -360,11 +364,13 @@ class ChainRelay:
     def _await_submit(self, epoch: int) -> bool:
         """Wait up to _POLL_S for this update or a later one; return whether it was submitted."""
         with self._changed:
-            submitted = self._submitted
-            if self._closing or (submitted is not None and submitted.epoch >= epoch):
-                return True
-            self._changed.wait(_POLL_S)
-            return False
+            if not self._is_submitted(epoch):
+                self._changed.wait(_POLL_S)
+            return self._is_submitted(epoch)
+
+    def _is_submitted(self, epoch: int) -> bool:
+        submitted = self._submitted
+        return self._closing or (submitted is not None and submitted.epoch >= epoch)
 
     def _drop(self, error: WeightSyncError) -> None:
         if self._current is not None and not self._current.done.is_set():
@@ -432,6 +438,7 @@ class ChainRelay:
         self._downstream.wait_all()
         if relay_update is None or relay_update is not self._current:
             return
+        self._queried_at = time.monotonic()
         try:
             self._writer.drain(
                 len(relay_update.sizes),
