@@ -95,6 +95,7 @@ def vllm_server(
         "--served-model-name": "tiny",
         "--host": "127.0.0.1",
         "--port": str(port),
+        "--gpu-memory-utilization": "0.5",  # of the host; vLLM wants that much free
         "--dtype": "float32",
         "--max-model-len": "256",
         "--max-num-seqs": "8",
