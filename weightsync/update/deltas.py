@@ -12,7 +12,6 @@ from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
 from weightsync.specs import Manifest
 from weightsync.update.fleet import Member
-from weightsync.weights.delta import MAX_SHARE
 from weightsync.weights.delta_coding import zstd
 from weightsync.weights.layout import aligned
 from weightsync.weights.lines import LINE, MAX_LINES, kernels
@@ -21,6 +20,10 @@ from weightsync.wire.messages import StartTerms
 DeltaChoice = Literal["auto", "off", "always"]
 MIN_NBYTES = 32 << 20
 """Below this size of a model a delta saves nothing: the messages take longer than the copies."""
+_MAX_SHARES = (0.1, 0.25)
+_MAX_SHARE = 0.4
+"""With more changed lines than this share a full update is faster: on one host, with one receiver
+and with two; else (measured, docs/deltas.md)."""
 _MEMORY_COST = 2.0
 """Paths that cost more copies than this are slow: deltas are coded, which takes time, for them."""
 _MAX_PAUSE = 16
@@ -61,8 +64,8 @@ class DeltaPlanner:
         record = DeltaTask(weights_id=weights_id, keeps=by_value)
         bases = sorted({member.delta_base or "" for member in members})
         estimate = self._estimate(bases, keeps=by_value)
-        many = estimate.share is not None and estimate.share > MAX_SHARE
-        if many and self.choice == "auto":
+        most = _max_share(members) if self.choice == "auto" else 1.0
+        if estimate.share is not None and estimate.share > most:
             self._reason = f"about {estimate.share:.0%} of the lines changed"
             return None
         if self._pause:
@@ -77,7 +80,7 @@ class DeltaPlanner:
             self._reason = "the changes since the weights that the receivers hold are not known"
             return record
         if estimate.share is None:  # room for all that pay, or for all
-            expected = self.lines if self.choice == "always" else int(MAX_SHARE * self.lines)
+            expected = int(most * self.lines)
         else:
             expected = min(int(estimate.share * self.lines) + estimate.marked, self.lines)
         return DeltaTask(
@@ -165,6 +168,13 @@ class DeltaPlanner:
             marked=None if None in marked else max(filter(None, marked), default=0),
             are_newest=all(one.are_newest for one in known),
         )
+
+
+def _max_share(members: Sequence[Member]) -> float:
+    """Return the share of changed lines up to which a delta to these members pays."""
+    on_host = all(member.cost <= _MEMORY_COST for member in members)
+    few = on_host and len(members) <= len(_MAX_SHARES)
+    return _MAX_SHARES[len(members) - 1] if few else _MAX_SHARE
 
 
 def why_never(choice: DeltaChoice, manifest: Manifest) -> str:

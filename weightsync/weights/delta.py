@@ -58,8 +58,6 @@ from weightsync.wire.messages import DeltaTerms
 
 KEPT_VERSIONS = 8
 """Versions whose changed lines a sender remembers: for each, a bit for every 64 bytes."""
-MAX_SHARE = 0.4
-"""With more changed lines than this share, a full update is faster (measured)."""
 _PACKET_LINES = 30_720
 """Lines of a packet: it fills a bucket of 2 MiB."""
 _BLOCK_LINES = 4096

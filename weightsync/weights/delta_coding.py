@@ -25,7 +25,7 @@ from weightsync.weights.lines import WORDS, Indices, Words, kernels
 VALUES = 4 * WORDS
 """Values of two bytes in a line."""
 LEVEL = 1
-"""Level of zstd: 19 saves 5 % of the bytes, and takes sixty times as long (docs/deltas.md)."""
+"""Level of zstd: 19 saves 1 % of the bytes, and takes twenty times as long (docs/deltas.md)."""
 SECTION_VALUES = 1 << 18
 """About how many changed values a section has."""
 _MOST_VALUES = 2 * SECTION_VALUES
