@@ -26,24 +26,13 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from benchmarks.delta_codings import LAYER as TENSORS
 from weightsync.cli.bench import _CATCH_UP_S, _receiver
 from weightsync.cli.bench_receiver import BenchSetup, ShapesName, make_model, shapes_of
 from weightsync.tensors import as_bytes
 
 RECORDED = Path(__file__).with_name("recorded_steps.npz")
-LAYER = "model.layers.15."
-TENSORS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "input_layernorm",
-    "post_attention_layernorm",
-)
-"""The tensors of a layer in the order of `bench_receiver.smollm2`."""
+PREFIX = "model.layers.15."
 EMBEDDING_SHARES = {"1e-06": 0.0125, "1e-05": 0.028, "5e-05": 0.079}
 """Share of the embedding's values that changed in a step, by learning rate (docs/deltas.md)."""
 WARMUP = 3
@@ -92,9 +81,9 @@ def as_recorded(rate: str, step: int) -> Change:
     """Return a function that changes what a recorded step changed, in every layer."""
     with np.load(RECORDED) as arrays:
         positions = {
-            name: np.cumsum(arrays[f"{rate}/{step}/{LAYER}{name}.weight/gaps"], dtype=np.int64)
+            name: np.cumsum(arrays[f"{rate}/{step}/{PREFIX}{name}.weight/gaps"], dtype=np.int64)
             for name in TENSORS
-            if f"{rate}/{step}/{LAYER}{name}.weight/gaps" in arrays
+            if f"{rate}/{step}/{PREFIX}{name}.weight/gaps" in arrays
         }
 
     def change(model: nn.Module, number: int) -> None:

@@ -58,7 +58,7 @@ class EstimateChanges(Command, frozen=True, kw_only=True):
 
 
 class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What an update does about deltas: it sends the weights `weights_id`.
+    """The part of deltas in an update that sends the weights `weights_id`.
 
     With `bases`, as a delta that can be applied to any of these weights, of about `expected` lines;
     receivers read the lines of `scrub` back, by the first and their number. Without, the source's
@@ -130,7 +130,7 @@ AnyCommand = (
 
 
 class ChangeEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank knows about changes of its source before it scans it.
+    """An estimate, on one rank, of the changes of its source before a scan.
 
     `share` is about the share of lines that changed since the last update, None for tensors that
     are made. `marked` is the number of lines that are known to differ from the bases, None where

@@ -63,7 +63,7 @@ from weightsync.ranks.sources import (
     source_device,
 )
 from weightsync.shm.wait import Heartbeat
-from weightsync.weights.delta import ChangeLog, DeltaSource
+from weightsync.weights.delta import ChangeLog, DeltaSource, pairs_of
 from weightsync.weights.finite import CheckFinite
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.shards import gather
@@ -455,11 +455,7 @@ class RankWorker:
         task, changes = self._records, self._changes
         if task is None or changes is None or self.source.is_made:
             return
-        stable = self.source.stable_tensors() or ()
-        specs = self.source.manifest.specs
-        changes.record(
-            task.weights_id, [(spec.name, t) for spec, t in zip(specs, stable, strict=True)]
-        )
+        changes.record(task.weights_id, pairs_of(self.source))
 
     def _keep_alive(self, command: KeepAlive) -> CommandResult:
         """Return the liveness counters of this rank's readers."""

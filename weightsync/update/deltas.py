@@ -31,7 +31,7 @@ _MAX_PAUSE = 16
 
 
 class DeltaPlanner:
-    """Decides what the next update carries, and keeps the account of it.
+    """Decides whether the next update is a delta; counts refusals and lines that were read back.
 
     `auto` sends deltas where that is faster; `always` also where most lines changed, or where no
     compiled loops are installed; `off` never. `scrub` is the share of the model that receivers read

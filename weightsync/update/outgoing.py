@@ -134,7 +134,7 @@ class UpdateTransaction:
 
     @property
     def results(self) -> Sequence[CommandResult]:
-        """What the ranks said at the end of the transfer."""
+        """The results of the ranks at the end of the transfer."""
         return self._results
 
     @property

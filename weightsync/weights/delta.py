@@ -390,7 +390,7 @@ class DeltaSource:
                 yield f"delta.{i}", partial(_write_bytes, section)
             yield f"delta.{len(self._sections)}", self._write_end
             return
-        scan = self._log.scan(self._weights_id, self._pairs(), self._also)
+        scan = self._log.scan(self._weights_id, pairs_of(self._source), self._also)
         packets = _Packets(self._log, scan, adds_up=self._to_shards)
         for i in range(self._packets):
             yield f"delta.{i}", packets.write
@@ -405,18 +405,10 @@ class DeltaSource:
         self._also = self._log.marks_since(list(self._bases))
         yield f"delta.{self._packets}", self._write_end
 
-    def _pairs(self) -> Iterator[NamedTensor] | list[NamedTensor]:
-        """Return the tensors of the source: all at once where their memory stays."""
-        stable = self._source.stable_tensors()
-        if stable is None:
-            return self._source.tensors()
-        specs = self._source.manifest.specs
-        return [(spec.name, t) for spec, t in zip(specs, stable, strict=True)]
-
     def _encode(self) -> Iterator[bytes]:
         """Yield the changed values as coded sections; reads the whole source."""
         waiting: list[Section] = []
-        for section in self._log.changes(self._weights_id, self._pairs()):
+        for section in self._log.changes(self._weights_id, pairs_of(self._source)):
             waiting.append(section)
             if sum(len(part.positions) for part in waiting) >= SECTION_VALUES:
                 yield self._encoded(waiting)
@@ -444,6 +436,14 @@ class DeltaSource:
             scrubbed,
             self._sent & MASK,
         )
+
+
+def pairs_of(source: WeightSource) -> Iterator[NamedTensor] | list[NamedTensor]:
+    """Return the tensors of a source: all at once where their memory stays."""
+    stable = source.stable_tensors()
+    if stable is None:
+        return source.tensors()
+    return [(spec.name, t) for spec, t in zip(source.manifest.specs, stable, strict=True)]
 
 
 def _write_bytes(data: bytes, target: torch.Tensor) -> None:

@@ -502,31 +502,13 @@ def sum_of_lines(indices: Any, lines: Any) -> Any:
 
 
 @_compiled
-def scatter(blocks: Any, indices: Any, lines: Any) -> None:
-    """Write the bytes of lines to the blocks that hold them.
+def scatter(blocks: Any, indices: Any, lines: Any, writes: bool) -> bool:
+    """Write the bytes of lines to the blocks that hold them; or compare, unless it `writes`.
 
     `blocks` is uint64[n, 6]: the byte of the stream at which a block's first row begins, its
-    address, width and height, and the distances between rows in the stream and in memory.
+    address, width and height, and the distances between rows in the stream and in memory. Returns
+    whether all bytes were equal, True where they were written.
     """
-    content = lines.view(np.uint8)
-    for b in range(len(blocks)):
-        source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
-        height, apart, target_apart = blocks[b, 3], blocks[b, 4], blocks[b, 5]
-        for i in range(len(indices)):
-            begin = U(indices[i]) * LINE
-            row = U(0) if begin < source + width else (begin - source - width) // apart + U(1)
-            while row < height and source + row * apart < begin + LINE:
-                first = source + row * apart
-                start, stop = max(first, begin), min(first + width, begin + LINE)
-                place = target + row * target_apart + start - first
-                for j in range(stop - start):
-                    _put(place + U(j), content[U(i) * LINE + start - begin + U(j)])
-                row += U(1)
-
-
-@_compiled
-def holds(blocks: Any, indices: Any, lines: Any) -> bool:
-    """Return whether the blocks of `scatter` hold the bytes of these lines."""
     content = lines.view(np.uint8)
     differs = np.uint8(0)
     for b in range(len(blocks)):
@@ -540,7 +522,10 @@ def holds(blocks: Any, indices: Any, lines: Any) -> bool:
                 start, stop = max(first, begin), min(first + width, begin + LINE)
                 place = target + row * target_apart + start - first
                 for j in range(stop - start):
-                    here = content[U(i) * LINE + start - begin + U(j)]
-                    differs |= here ^ _byte(place + U(j))
+                    sent = content[U(i) * LINE + start - begin + U(j)]
+                    if writes:
+                        _put(place + U(j), sent)
+                    else:
+                        differs |= sent ^ _byte(place + U(j))
                 row += U(1)
     return bool(differs == 0)

@@ -61,8 +61,8 @@ class ShardLines(LineMemory):
             begin, end = np.searchsorted(indices, (first, stop)).tolist()
             if begin < end:
                 here, content = indices[begin:end], lines[begin * 8 : end * 8]
-                compiled.scatter(blocks, here, content)
-                if not compiled.holds(blocks, here, content):
+                compiled.scatter(blocks, here, content, True)
+                if not compiled.scatter(blocks, here, content, False):
                     raise VerificationError("a shard does not hold the lines that it was given")
         return int(compiled.sum_of_lines(indices, lines)) & MASK
 
