@@ -196,8 +196,7 @@ def measure(
             passes.append(mine[0] if mine and not packed else 0.0)
         # The next measurement needs memory, too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
-    if peer.ask("sums") != sums(module):
-        raise SystemExit("the receiver does not hold what was sent")
+    check_sums(module, peer, f"{'packed' if packed else 'unpacked'}, {report.verified}, {fence}")
     row = Row(
         way="packed" if packed else "unpacked",
         path=report.path,
@@ -214,6 +213,17 @@ def measure(
         fence="event" if WriterFence.recorded > recorded else "host",
     )
     return row, report.skipped_paths
+
+
+def check_sums(module: nn.Module, peer: Peer, what: str) -> None:
+    """Raise SystemExit, naming the tensors, unless the receiver holds the trainer's values."""
+    pairs = zip(sums(module), peer.ask("sums"), module.named_parameters(), strict=True)
+    wrong = [name for sent, held, (name, _) in pairs if sent != held]
+    if wrong:
+        raise SystemExit(
+            f"{what}: the receiver does not hold what was sent, {len(wrong)} tensors differ: "
+            f"{', '.join(wrong[:5])}"
+        )
 
 
 def _chunks(module: nn.Module) -> int:
@@ -253,8 +263,7 @@ def rival_seconds(
         update()
         if i >= WARM_UPS:
             taken.append(time.perf_counter() - begin)
-    if peer.ask("sums") != sums(module):
-        raise SystemExit("the receiver does not hold what the re-enacted protocol sent")
+    check_sums(module, peer, "the re-enacted protocol")
     return statistics.median(taken)
 
 

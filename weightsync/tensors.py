@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from collections.abc import Mapping
 
@@ -23,6 +24,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 """Dtypes of weights, by name without `torch.`, as far as this torch has them."""
 PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that are nothing but their values."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # torch warns once per process when it first wraps read-only memory. It wraps some here, silenced.
@@ -103,6 +105,27 @@ def contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def from_bytes(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """View `uint8[spec.nbytes]` as the tensor that `spec` describes, sharing its memory."""
     return flat.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+
+def as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """View two tensors of one shape as integers, the widest possible, to copy one to the other.
+
+    torch._foreach_copy_ copies floating-point tensors of a GPU through float32, which changes
+    signaling NaNs (seen with torch 2.11). Tensors of two dtypes, whose copy is a cast, and
+    subclasses of torch.Tensor are returned without a change, detached.
+    """
+    ends = (target.detach(), source.detach())
+    width = target.dtype.itemsize
+    plain = all(
+        type(end) in PLAIN_CLASSES and not end.is_conj() and not end.is_neg() for end in ends
+    )
+    if target.dtype is not source.dtype or not plain or width not in _INTEGERS:
+        return ends
+    if all(end.is_contiguous() for end in ends):
+        ends = (ends[0].view(-1), ends[1].view(-1))
+        places = [n for end in ends for n in (end.data_ptr(), end.storage_offset() * width)]
+        width = math.gcd(target.nbytes, *places, max(_INTEGERS))
+    return ends[0].view(_INTEGERS[width]), ends[1].view(_INTEGERS[width])
 
 
 def view_bytes(view: memoryview, offset: int, count: int) -> torch.Tensor:

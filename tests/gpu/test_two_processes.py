@@ -6,7 +6,10 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
+from torch import nn
 
+import weightsync as ws
 from tests.gpu import scenarios
 from tests.gpu.scenarios import Apply
 
@@ -28,6 +31,20 @@ def test_several_updates_arrive_bit_for_bit(device: str, packed: bool, apply: Ap
 @packings
 def test_updates_without_verification(packed: bool) -> None:
     scenarios.several_updates("cuda", packed=packed, apply="staged", verify=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_bit_of_a_commit_that_copies(device: str, dtype: torch.dtype) -> None:
+    """torch's fused copies on a GPU change NaNs: the copies of a commit may not."""
+    trainer, server = (nn.Linear(257, 64, device=device, dtype=dtype) for _ in range(2))
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).to(device)
+    with torch.no_grad():
+        trainer.weight.view(-1).view(torch.int16)[: 257 * 64] = every[-257 * 64 :]
+    receiver = ws.WeightReceiver(ws.ModuleSink(server, swap="copy"))
+    with ws.connect(trainer, to=receiver) as sender:
+        sender.send_weights()
+    assert torch.equal(trainer.weight.view(torch.uint8), server.weight.view(torch.uint8))
 
 
 @devices

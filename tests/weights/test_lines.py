@@ -30,10 +30,13 @@ from weightsync.weights.lines import (
 Named = list[tuple[str, torch.Tensor]]
 
 
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
+@pytest.fixture(params=["compiled", "torch", "as on a GPU"], autouse=True)
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
+    if request.param != "compiled":
         monkeypatch.setattr(lines, "kernels", lambda: None)
+        if request.param == "as on a GPU":  # the host is another device: spans are grouped
+            monkeypatch.setattr(lines, "_HOST", torch.device("meta"))
+            monkeypatch.setattr(lines, "_GROUP_LINES", 1 << 11)
     else:
         pytest.importorskip("numba", reason="the extra `delta`, which `dev` installs")
     return str(request.param)

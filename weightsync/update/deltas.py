@@ -26,6 +26,8 @@ _MAX_SHARE = 0.4
 and with two; else (measured, docs/deltas.md)."""
 _MEMORY_COST = 2.0
 """Paths that cost more copies than this are slow: deltas are coded, which takes time, for them."""
+_DEVICE_COST = 0.5
+"""Paths that cost less stay on a GPU: the whole model is copied before its changes are found."""
 _MAX_PAUSE = 16
 """Whole models that are sent before a delta is tried again, at most, after several failed."""
 
@@ -99,6 +101,9 @@ class DeltaPlanner:
             self._never = "numba cannot be used here; the log says why"
         if self._never:
             return self._never
+        fastest = {member.path for member in members if member.cost < _DEVICE_COST}
+        if self.choice == "auto" and fastest == {member.path for member in members}:
+            return f"a whole model takes less time over {', '.join(sorted(fastest))}"
         cannot = [member.target for member in members if not member.status.delta_forms]
         return f"{cannot[0]} takes no deltas" if cannot else ""
 

@@ -39,6 +39,9 @@ MAX_LINES = 1 << 32
 """Lines are numbered by 32 bits: a stream of 256 GiB."""
 _BLOCK_LINES = 1 << 14
 """Lines that torch works on at a time, and elements that are cast at a time: they fit a cache."""
+_GROUP_LINES = 1 << 24
+"""Lines of a GPU that are looked at together, at most: 1 GiB, for which the host waits once."""
+_HOST = torch.device("cpu")
 _MOST_SAMPLES, _MOST_APART = 4096, 512
 """Groups of eight lines that are looked at to estimate how many changed, and one of how many."""
 
@@ -190,13 +193,26 @@ def _lines_of(first: int, groups: range) -> npt.NDArray[np.int64]:
     return ((np.array(groups) * 8 + first)[:, None] + np.arange(8)).reshape(-1)
 
 
-def _sampled_sums(flat: torch.Tensor, first: int, groups: range) -> Words:
-    """Return the sums of the lines of `_lines_of`."""
+def _sampled_sums(flat: torch.Tensor, first: int, groups: range) -> torch.Tensor:
+    """Return the sums (`int64[n]`) of the lines of `_lines_of`; does not wait for a GPU."""
     rows = flat[: groups.stop * 8 * LINE].view(groups.stop, 8 * LINE)[groups.start :: groups.step]
-    lines = torch.from_numpy(_lines_of(first, groups))
-    keys = lines.unsqueeze(1) * WORDS + torch.arange(1, WORDS + 1)
-    mixed = mixed_words(rows.reshape(-1).clone().view(torch.int64), keys.view(-1))
-    return mixed.view(-1, WORDS).sum(1).numpy().view(np.uint64)
+    lines = torch.from_numpy(_lines_of(first, groups)).to(flat.device)
+    mixed = mixed_words(rows.reshape(-1).clone().view(torch.int64), _keys(lines).view(-1))
+    return mixed.view(-1, WORDS).sum(1)
+
+
+def _keys(lines: torch.Tensor) -> torch.Tensor:
+    """Return the positions, from 1 on, of the words of these lines (`int64[n, 8]`)."""
+    return lines.unsqueeze(1) * WORDS + torch.arange(1, WORDS + 1, device=lines.device)
+
+
+def _to_words(sums: Sequence[torch.Tensor]) -> Words:
+    """Return sums of any devices as an array, after one wait for a GPU if all are on that."""
+    if not sums:
+        return np.zeros(0, np.uint64)
+    same = len({part.device for part in sums}) == 1
+    joined = torch.cat(list(sums) if same else [part.cpu() for part in sums])
+    return joined.cpu().numpy().view(np.uint64)
 
 
 def _padded(flat: torch.Tensor) -> torch.Tensor:
@@ -236,10 +252,27 @@ class LineBuffer:
 
 @dataclass(slots=True)
 class _Span:
-    """Consecutive bytes of the stream in one memory, from line `first` on."""
+    """Consecutive bytes of the stream in one memory, from line `first` on.
+
+    Unless it `stays`, the memory is valid until the next span.
+    """
 
     flat: torch.Tensor
     first: int
+    stays: bool = True
+
+    @property
+    def stop(self) -> int:
+        """The line after the last one."""
+        return self.first + -(-self.flat.numel() // LINE)
+
+    def whole_lines(self) -> Iterator[_Span]:
+        """Yield the whole lines, and a last line that is filled with zeros."""
+        filled = self.flat.numel() // LINE * LINE
+        if filled:
+            yield _Span(self.flat[:filled], self.first)
+        if filled < self.flat.numel():
+            yield _Span(_padded(self.flat[filled:]), self.first + filled // LINE)
 
 
 _DTYPE = operator.attrgetter("dtype")
@@ -277,8 +310,8 @@ class KnownSpans:
 class LineSample:
     """The sums of some lines of a source, to estimate cheaply how many change from call to call.
 
-    It looks at 4096 groups of eight lines, at all of a small stream. Only tensors in host memory
-    that are sent as they are.
+    It looks at 4096 groups of eight lines, at all of a small stream. Only tensors that are sent as
+    they are.
     """
 
     def __init__(self, layout: StreamLayout) -> None:
@@ -291,9 +324,9 @@ class LineSample:
     def changed_share(self, tensors: Sequence[torch.Tensor]) -> float | None:
         """Return the share of lines that changed since the last call; None where not known."""
         compiled, spans = kernels(), self._known.find(tensors)
-        if spans is None:
+        if not all(map(is_plain, tensors, self._layout.manifest.specs)):
             return None
-        if compiled is not None:
+        if compiled is not None and spans is not None:
             room = int(sum(spans[:, 1]) // (512 * self._step) + len(spans) + 1) * 8
             sums = np.zeros(room, np.uint64)
             sums = sums[: int(compiled.sample(spans, np.uint64(self._step), sums))]
@@ -305,27 +338,34 @@ class LineSample:
         return float((before != sums).mean())
 
     def _sample_with_torch(self, tensors: Sequence[torch.Tensor]) -> Words:
-        found = [np.zeros(0, np.uint64)]
+        found: list[torch.Tensor] = []
         for tensor, offset in zip(tensors, self._layout.offsets, strict=True):
             first, groups = offset // LINE, tensor.nbytes // LINE // 8
             at = -(first // 8) % self._step
             if at < groups:
                 found.append(_sampled_sums(as_bytes(tensor), first, range(at, groups, self._step)))
-        return np.concatenate(found)
+        return _to_words(found)
 
 
 class LineTable:
     """The sum of every line of a source's stream, by which the next scan finds what changed.
 
-    It takes an eighth of the model's bytes. `total` is the sum of all lines, modulo 2^64: the
-    fingerprint of the stream. A scan that ends in the middle leaves a table in which each line is
-    either as before or as it is now.
+    It takes an eighth of the model's bytes, on the device of the tensors: those of tensors on a GPU
+    are on the host only where the GPU has no room. `total` is the sum of all lines, modulo 2^64:
+    the fingerprint of the stream. A scan that ends in the middle leaves a table in which each line
+    is either as before or as it is now.
     """
 
     def __init__(self, layout: StreamLayout) -> None:
         self._layout = layout
         self.lines = count_lines(layout)
         self._sums: Words = np.zeros(self.lines + WORDS, np.uint64)
+        with torch.inference_mode(False):
+            self._on_host = torch.from_numpy(self._sums.view(np.int64))
+        self._on_gpus: dict[torch.device, torch.Tensor] = {}
+        self._crowded: set[torch.device] = set()
+        # Where the sums of each tensor are; they are zeros in the tables of other devices.
+        self._places: list[torch.device | None] = [None] * len(layout.manifest.specs)
         self._scratch = np.zeros(8 * LINE, np.uint8)
         self._known = KnownSpans(layout)
         self.total = 0
@@ -333,7 +373,8 @@ class LineTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
-        return self._sums.nbytes
+        used = any(place not in self._on_gpus for place in self._places)  # else it has no pages
+        return used * self._sums.nbytes + sum(table.nbytes for table in self._on_gpus.values())
 
     def scan(
         self,
@@ -357,27 +398,65 @@ class LineTable:
         if compiled is not None and whole:
             spans = self._known.find([tensor for _, tensor in tensors])
             if spans is not None:
+                for i in range(len(self._places) if self._on_gpus else 0):
+                    self._place(i, _HOST)
                 yield from self._scan_compiled(compiled, spans, marks, extra, into)
                 return
-        for span in self._spans(tensors, start):
-            if compiled is not None and span.flat.device.type == "cpu":
-                into = yield from self._scan_compiled(compiled, _places([span]), marks, extra, into)
+        for spans_together in _grouped(self._spans(tensors, start), stay=whole):
+            if compiled is not None and spans_together[0].flat.device == _HOST:
+                places = _places(spans_together)
+                into = yield from self._scan_compiled(compiled, places, marks, extra, into)
             else:
-                into = yield from self._scan_with_torch(span, marks, extra, into)
+                into = yield from self._scan_with_torch(spans_together, marks, extra, into)
 
     def sum_of(self, first: int, count: int) -> int:
         """Return the sum of `count` lines as the last scan saw them."""
-        return int(self._sums[first : first + count].sum())
+        return int(sum(int(t[first : first + count].sum()) for t in self._tables())) & MASK
 
     def sum_of_lines(self, indices: Indices) -> int:
         """Return the sum of the lines with these numbers as the last scan saw them."""
-        return int(self._sums[indices].sum()) & MASK
+        places = torch.from_numpy(indices.astype(np.int64))
+        return int(sum(int(t[places.to(t.device)].sum()) for t in self._tables())) & MASK
+
+    def _tables(self) -> Iterator[torch.Tensor]:
+        """Yield the tables (`int64[lines]`) of all devices."""
+        yield self._on_host
+        yield from self._on_gpus.values()
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        """Return the table in which the sums of tensors on this device are."""
+        return self._on_gpus.get(device, self._on_host)
+
+    def _place(self, i: int, device: torch.device) -> None:
+        """Keep the sums of tensor `i`, which is on `device` now, in that device's table."""
+        former = self._places[i]
+        if former == device:
+            return
+        if device != _HOST and device not in self._on_gpus and device not in self._crowded:
+            try:
+                with torch.inference_mode(False):
+                    self._on_gpus[device] = torch.zeros(
+                        self.lines + WORDS, dtype=torch.int64, device=device
+                    )
+            except torch.OutOfMemoryError:
+                self._crowded.add(device)
+                logger.warning(
+                    "%s has no room for %d sums; they are on the host", device, self.lines
+                )
+        self._places[i] = device
+        first = self._layout.offsets[i] // LINE
+        stop = first + -(-self._layout.manifest.specs[i].nbytes // LINE)
+        if former is not None and self._table(former) is not self._table(device):
+            before, now = (self._table(place)[first:stop] for place in (former, device))
+            now.copy_(before)
+            before.zero_()
 
     def _spans(self, tensors: Iterable[tuple[str, torch.Tensor]], start: int) -> Iterator[_Span]:
         """Yield the bytes that are sent, each span valid until the next."""
         layout = self._layout
         for i, (_, tensor) in enumerate(tensors, start):
             spec, first = layout.manifest.specs[i], layout.offsets[i] // LINE
+            self._place(i, tensor.device)
             if spec.nbytes and is_plain(tensor, spec):
                 yield _Span(as_bytes(tensor), first)
             elif spec.nbytes:
@@ -407,36 +486,70 @@ class LineTable:
             into = yield
 
     def _scan_with_torch(
-        self, span: _Span, marks: Marks, also: Marks, into: LineBuffer | None
+        self, group: Sequence[_Span], marks: Marks, also: Marks, into: LineBuffer | None
     ) -> Generator[None, LineBuffer, LineBuffer | None]:
-        flat = _padded(span.flat)
-        first, stop = span.first, span.first + flat.numel() // LINE
-        sums = line_sums(flat, first).cpu().numpy().view(np.uint64)
-        table = self._sums[first:stop]
-        changed = sums != table
-        self.total = self.total + int((sums - table).sum()) & MASK
-        table[:] = sums
-        mark(marks, (np.flatnonzero(changed) + first).astype(np.uint32))
+        """Scan spans that follow one another on one device, with one wait for a GPU."""
+        first, stop = group[0].first, group[-1].stop
+        pieces = [piece for span in group for piece in span.whole_lines()]
+        table = self._table(pieces[0].flat.device)[first:stop]
+        sums = [line_sums(piece.flat, piece.first) for piece in pieces]
+        now = (sums[0] if len(sums) == 1 else torch.cat(sums)).to(table.device)
+        changed = now != table
+        self.total = self.total + int((now - table).sum()) & MASK
+        table.copy_(now)
+        found = changed.nonzero().view(-1).cpu().numpy() + first
+        mark(marks, found.astype(np.uint32))
         if into is None:
             return None
         if len(also):
             bits = np.unpackbits(also[first // 8 : stop // 8 + 1], bitorder="little")
-            changed |= bits[first % 8 :][: len(changed)].astype(bool)
-        found = np.flatnonzero(changed)
-        rows = flat.view(-1, LINE)
+            marked_too = np.flatnonzero(bits[first % 8 :][: stop - first]) + first
+            found = np.union1d(found, marked_too)
+        lines = _gathered(pieces, found)
         at = 0
         while at < len(found):
             if into.count == into.capacity:
                 into = yield
-            taken = found[at : at + into.capacity - into.count]
-            chosen = rows[torch.from_numpy(taken).to(rows.device)].cpu().contiguous()
-            stop_at = into.count + len(taken)
-            into.indices[into.count : stop_at] = taken + first
-            into.lines[into.count * WORDS : stop_at * WORDS] = (
-                chosen.view(-1).numpy().view(np.uint64)
-            )
-            into.count, at = stop_at, at + len(taken)
+            until = min(len(found), at + into.capacity - into.count)
+            stop_at = into.count + until - at
+            into.indices[into.count : stop_at] = found[at:until]
+            into.lines[into.count * WORDS : stop_at * WORDS] = lines[at * WORDS : until * WORDS]
+            into.count, at = stop_at, until
         return into
+
+
+def _grouped(spans: Iterator[_Span], *, stay: bool) -> Iterator[list[_Span]]:
+    """Yield spans that follow one another on one device together, up to `_GROUP_LINES` of a GPU.
+
+    Unless they `stay` valid, one by one.
+    """
+    group: list[_Span] = []
+    for span in spans:
+        if group and (
+            span.flat.device != group[-1].flat.device
+            or span.first != group[-1].stop
+            or span.stop - group[0].first > _GROUP_LINES
+        ):
+            yield group
+            group = []
+        group.append(span)
+        if not (stay and span.stays) or span.flat.device == _HOST:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _gathered(pieces: Sequence[_Span], indices: npt.NDArray[np.int64]) -> Words:
+    """Return the contents (`uint64[8 * n]`) of lines of the stream, which lie in these pieces."""
+    on_device = torch.from_numpy(indices).to(pieces[0].flat.device)
+    ends = np.searchsorted(indices, [piece.stop for piece in pieces]).tolist()
+    rows, at = [torch.zeros((0, LINE), dtype=torch.uint8, device=on_device.device)], 0
+    for piece, end in zip(pieces, ends, strict=True):
+        if end > at:
+            rows.append(piece.flat.view(-1, LINE)[on_device[at:end] - piece.first])
+        at = end
+    return torch.cat(rows).view(-1).cpu().numpy().view(np.uint64)
 
 
 def _cast(tensor: torch.Tensor, spec: TensorSpec, first: int) -> Iterator[_Span]:
@@ -446,12 +559,14 @@ def _cast(tensor: torch.Tensor, spec: TensorSpec, first: int) -> Iterator[_Span]
         yield _Span(contiguous_bytes(tensor.detach().to(dtype)), first)
         return
     flat = tensor.detach().view(-1)
-    size = _BLOCK_LINES * LINE // dtype.itemsize
+    lines = _BLOCK_LINES if tensor.device == _HOST else _GROUP_LINES // 4
+    size = lines * LINE // dtype.itemsize
     block = torch.empty(min(size, flat.numel()), dtype=dtype, device=tensor.device)
     for at in range(0, flat.numel(), size):
         part = flat[at : at + size]
         block[: part.numel()].copy_(part)
-        yield _Span(as_bytes(block[: part.numel()]), first + at * dtype.itemsize // LINE)
+        here = first + at * dtype.itemsize // LINE
+        yield _Span(as_bytes(block[: part.numel()]), here, stays=False)
 
 
 class LineMemory:
@@ -474,13 +589,18 @@ class LineMemory:
             for offset, flat in zip(layout.offsets, memory.tensors, strict=True)
             if flat.numel()
         ]
-        self.is_flat = memory.flat and memory.on_host() and kernels() is not None and bool(filled)
+        flat = memory.flat and bool(filled)
+        self.is_flat = flat and memory.on_host() and kernels() is not None
+        self._rows: torch.Tensor | None = None
         if self.is_flat:
             self._base = filled[0][1].data_ptr() - filled[0][0] * LINE
         else:
-            if kernels() is None and any(flat.data_ptr() % 8 for _, flat in filled):
+            compiles = kernels() is not None and memory.on_host()
+            if not compiles and any(flat.data_ptr() % 8 for _, flat in filled):
                 raise ValueError("the memory of a tensor is not aligned")
             self._tensors = filled
+            if flat:
+                self._rows = _all_rows(*filled[0], self.lines)
         self._starts = [first for first, _ in self._tensors]
         self._memory = memory
         ends = [(first + f.numel() // LINE, f.numel() % LINE) for first, f in filled]
@@ -496,9 +616,12 @@ class LineMemory:
 
         `indices` is uint32[n], growing, each below `lines`; `lines` is uint64[8 * n].
         """
-        if self.is_flat:
+        if self.is_flat or self._rows is not None:
             self._check_ends(indices, lines)
+        if self.is_flat:
             return self._swap_compiled(self._base, indices, lines)
+        if self._rows is not None:
+            return _swap_rows(self._rows, 0, indices, lines) & MASK
         change, at = 0, 0
         while at < len(indices):
             first, flat = self._tensors[bisect_right(self._starts, int(indices[at])) - 1]
@@ -538,6 +661,9 @@ class LineMemory:
         if self.is_flat:
             compiled.gather(np.uint64(self._base & MASK), indices, lines)
             return lines
+        if self._rows is not None:
+            chosen = torch.from_numpy(indices.astype(np.int64)).to(self._rows.device)
+            return self._rows[chosen].view(-1).cpu().numpy().view(np.uint64)
         at, out = 0, torch.from_numpy(lines.view(np.uint8))
         while at < len(indices):
             first, flat = self._tensors[bisect_right(self._starts, int(indices[at])) - 1]
@@ -554,6 +680,9 @@ class LineMemory:
         """Return the sum of `count` lines as they are in memory now."""
         if self.is_flat:
             return self._sum_compiled(self._base + first * LINE, first, count)
+        if self._rows is not None:
+            rows = self._rows[first : first + count].view(-1).view(torch.uint8)
+            return int(line_sums(rows, first).sum()) & MASK
         total, stop = 0, first + count
         for start, flat in self._tensors:
             begin, end = max(first, start), min(stop, start + -(-flat.numel() // LINE))
@@ -580,14 +709,7 @@ class LineMemory:
         if kernels() is not None and flat.device.type == "cpu":
             return self._swap_compiled(flat.data_ptr() - first * LINE, indices, lines)
         rows = flat[: flat.numel() // LINE * LINE].view(torch.int64).view(-1, WORDS)
-        chosen = torch.from_numpy((indices - np.uint32(first)).astype(np.int64)).to(rows.device)
-        new = torch.from_numpy(lines.view(np.int64).reshape(-1, WORDS)).to(rows.device)
-        keys = (chosen + first).unsqueeze(1) * WORDS + torch.arange(
-            1, WORDS + 1, device=rows.device
-        )
-        old_sum = int(mixed_words(rows[chosen], keys.clone()).sum())
-        rows[chosen] = new
-        return int(mixed_words(rows[chosen], keys).sum()) - old_sum
+        return _swap_rows(rows, first, indices, lines)
 
     @staticmethod
     def _swap_compiled(base: int, indices: Indices, lines: Words) -> int:
@@ -598,6 +720,25 @@ class LineMemory:
     def _sum_compiled(address: int, first: int, count: int) -> int:
         compiled: Any = kernels()
         return int(compiled.sum_range(np.uint64(address), np.uint64(first), np.uint64(count)))
+
+
+def _all_rows(first: int, flat: torch.Tensor, lines: int) -> torch.Tensor:
+    """View the memory of a stream, in which `flat` begins at line `first`, as `int64[lines, 8]`."""
+    begin = flat.storage_offset() - first * LINE
+    return flat.as_strided((lines * LINE,), (1,), begin).view(torch.int64).view(-1, WORDS)
+
+
+def _swap_rows(rows: torch.Tensor, first: int, indices: Indices, lines: Words) -> int:
+    """Overwrite lines of `int64[n, 8]`, whose first is number `first`; return as LineMemory.write.
+
+    Waits once for a GPU.
+    """
+    lines_there = torch.from_numpy(indices.astype(np.int64)).to(rows.device)
+    new = torch.from_numpy(lines.view(np.int64).reshape(-1, WORDS)).to(rows.device)
+    chosen, keys = lines_there - first, _keys(lines_there)
+    before = mixed_words(rows[chosen], keys.clone()).sum()
+    rows[chosen] = new
+    return int(mixed_words(rows[chosen], keys).sum() - before)
 
 
 def _swap_last(flat: torch.Tensor, first: int, line: Words) -> int:

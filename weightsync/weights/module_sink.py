@@ -23,6 +23,7 @@ from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import (
     TORCH_DTYPES,
     as_bytes,
+    as_integers,
     contiguous_bytes,
     from_bytes,
     is_plain,
@@ -747,20 +748,19 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
         return self.is_current
 
     def assign(self, destinations: Destinations) -> None:
-        self._pairs = [
-            (tensor, from_bytes(flat, destination.spec))
+        pairs = [
+            as_integers(tensor, from_bytes(flat, destination.spec))
             for destination, flat in zip(destinations.tensors, self._arena.tensors, strict=True)
             for tensor in destination.targets
         ]
+        self._pairs = [[end for end, _ in pairs], [end for _, end in pairs]]
 
     def commit(self) -> None:
         self.holds_commit()
-        if not self._pairs:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [tensor.detach() for tensor, _ in self._pairs], [view for _, view in self._pairs]
-            )
+        targets, sources = self._pairs
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
 
 
 class _InPlaceTarget(_ModuleTarget):

@@ -16,7 +16,7 @@ from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
 from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes
-from weightsync.tensors import TORCH_DTYPES, dtype_name, spec_of
+from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_sharded, local_of
 
@@ -610,8 +610,9 @@ class Snapshot:
                     self._place(spec, tensor)
                     for spec, tensor in zip(self.manifest.specs, stable, strict=True)
                 ]
+            pairs = list(map(as_integers, self._copies, stable))
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, [tensor.detach() for tensor in stable])
+                torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
         else:
             for i, (_, tensor) in enumerate(checked(source.tensors(), self.manifest)):
                 check()
