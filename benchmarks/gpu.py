@@ -67,8 +67,9 @@ COPIES = 3.3
 class Row:
     """One kind of update; seconds are medians.
 
-    `data_s` is the time from the first copy to the end of the last. `clock` is the clock of
-    `data_s`: the GPU's events, or the host's where no copy was fused. `fence` orders the bytes.
+    `data_s` is the time from the first copy to the end of the last, `swap_s` that of the commit's
+    copy over the weights in use. `clock` is the clock of both: the GPU's events, or the host's
+    where no copy was fused. `fence` orders the bytes.
     """
 
     way: str
@@ -82,13 +83,14 @@ class Row:
     slots: int
     trainer_extra: int
     receiver_extra: int
+    swap_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     fence: Fence = "host"
 
     @property
     def control_s(self) -> float:
-        """The time of the update beside its data."""
-        return self.total_s - self.data_s
+        """The time of the update beside its data and the commit's copy."""
+        return self.total_s - self.data_s - self.swap_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,7 @@ def measure(
     """Time updates of one kind, check the values that arrived, and print the skipped paths."""
     packed, verify, fence = way
     before, recorded = device.allocated(), WriterFence.recorded
-    data, passes, totals, clock = [], [], [], "host"
+    data, swaps, passes, totals, clock = [], [], [], [], "host"
     with (
         asking_for(fence),
         ws.connect(module, to=peer.handle, packed=packed, verify=verify, delta="off") as sender,
@@ -191,9 +193,11 @@ def measure(
             totals.append(total)
             clock = "events" if taken else "host"
             # A packed update's first copy is the trainer's, into the first bucket.
-            lead = mine[1] if packed and mine else 0.0
-            data.append(taken[0] + lead if taken else report.seconds.get("load", total))
-            passes.append(mine[0] if mine and not packed else 0.0)
+            lead = mine[0][1] if packed and mine else 0.0
+            copies = taken[:-1]  # the last launch is the commit's
+            data.append(copies[-1][1] + lead if copies else report.seconds.get("load", total))
+            swaps.append(taken[-1][1] - taken[-1][0] if copies else 0.0)
+            passes.append(mine[-1][1] if mine and not packed else 0.0)
         # The next measurement needs memory, too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
     check_sums(module, peer, f"{'packed' if packed else 'unpacked'}, {report.verified}, {fence}")
@@ -205,6 +209,7 @@ def measure(
         total_s=statistics.median(totals),
         clock=clock,
         of_copy_rate=0.0,
+        swap_s=statistics.median(swaps),
         sender_pass_s=statistics.median(passes),
         slots=_chunks(module) if packed else 0,
         trainer_extra=trainer_extra if device.on_gpu else report.peak_extra_nbytes,

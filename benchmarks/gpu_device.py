@@ -129,16 +129,16 @@ def _record() -> torch.cuda.Event:
     return event
 
 
-def launches() -> list[float]:
-    """Return the seconds of each launch since the last call; `[]` where none was fused.
+def launches() -> list[tuple[float, float]]:
+    """Return the begin and the end of each launch since the last call, in seconds from the first.
 
-    The first value is the time from the start of the first launch to the end of the last.
+    `[]` where none was fused.
     """
     spans = _spans.copy()
     _spans.clear()
-    if not spans:
-        return []
     for _, last in spans:
         last.synchronize()
-    whole = spans[0][0].elapsed_time(spans[-1][1])
-    return [ms / 1e3 for ms in (whole, *(first.elapsed_time(last) for first, last in spans))]
+    return [
+        (spans[0][0].elapsed_time(first) / 1e3, spans[0][0].elapsed_time(last) / 1e3)
+        for first, last in spans
+    ]

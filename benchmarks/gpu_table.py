@@ -81,12 +81,12 @@ def _lines(result: Result, ring_nbytes: int) -> Iterator[str]:
     yield ""
     yield (
         f"{'way':<12} {'path':<14} {'verified':<9} {'fence':<6} {'data ms':>9} {'of copy':>8} "
-        f"{'clock':<6} {'total ms':>9} {'control ms':>10} {'own pass':>8} {'slots':>5} "
-        f"{'extra MB':>9} {'there':>7}"
+        f"{'clock':<6} {'swap ms':>7} {'total ms':>9} {'control ms':>10} {'own pass':>8} "
+        f"{'slots':>5} {'extra MB':>9} {'there':>7}"
     )
     for row in result.rows:
         yield _line(row, result.copy_s)
-    yield f"{'re-enacted':<12} {'':<50} {'':<6} {result.rival_s * 1e3:9.2f}"
+    yield f"{'re-enacted':<12} {'':<50} {'':<6} {'':<7} {result.rival_s * 1e3:9.2f}"
     yield ""
     yield from _fences(result)
     yield ""
@@ -112,7 +112,7 @@ def _fences(result: Result) -> Iterator[str]:
 def _line(row: Row, copy_s: float) -> str:
     return (
         f"{row.way:<12} {row.path:<14} {row.verified:<9} {row.fence:<6} {row.data_s * 1e3:9.2f} "
-        f"{row.of_copy_rate:8.1%} {row.clock:<6} {row.total_s * 1e3:9.2f} "
+        f"{row.of_copy_rate:8.1%} {row.clock:<6} {row.swap_s * 1e3:7.2f} {row.total_s * 1e3:9.2f} "
         f"{row.control_s * 1e3:10.2f} {row.sender_pass_s / copy_s:8.2f} {row.slots:5d} "
         f"{row.trainer_extra / MB:9.1f} {row.receiver_extra / MB:7.1f}"
     )

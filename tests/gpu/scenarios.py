@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -117,12 +117,19 @@ class BrokenProbe:
 
     def __call__(self, message: Mapping[str, object]) -> object:
         spoiled: Any = copy.deepcopy(dict(message))
-        info = spoiled["body"].get("init_info") or {}
-        for handle in info.get("probe", {}).get("handle", {}).values():
-            if handle["kind"] == "cuda":
-                handle["handle"] = "AAAA"
-                self.spoiled += 1
+        for handle in cuda_handles(spoiled["body"].get("probe")):
+            handle["handle"] = "AAAA"
+            self.spoiled += 1
         return self.receiver(spoiled)
+
+
+def cuda_handles(value: object) -> Iterator[dict[str, object]]:
+    """Yield the CUDA handles of a part of a message."""
+    if isinstance(value, dict):
+        if value.get("kind") == "cuda":
+            yield value
+        for part in value.values():
+            yield from cuda_handles(part)
 
 
 def refused_probe(device: str, *, packed: bool | None) -> None:

@@ -203,8 +203,8 @@ def test_whole_tiles_move_16_bytes_at_a_time(compiler: ProcessPoolExecutor, copi
         assert re.search(r"\bld\.global\.v2\.b64", made["ptx"])
         assert re.search(r"\bst\.global\.v2\.b64", made["ptx"])
         assert re.search(r"\bld\.volatile\.global\.v2\.b64", made["ptx"])
-        copied, barrier, mixed = made["ttgir"].partition("gpu.barrier")
-        assert barrier
+        # "gpu.barrier" or "ttg.barrier", by Triton's version; its name is in locations, too.
+        copied, mixed = re.split(r"^ *(?:gpu|ttg)\.barrier", made["ttgir"], flags=re.MULTILINE)
         assert "isVolatile" in mixed
         assert "isVolatile" not in copied
     else:

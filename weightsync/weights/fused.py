@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 
 from weightsync.cuda.staging import CopyWork, CudaCopyStream
+from weightsync.tensors import as_bytes, as_integers
 from weightsync.weights.checksums import MASK, WORD, settled
 from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
 from weightsync.weights.fingerprint import mix64
@@ -293,6 +294,41 @@ def hashers(
 def _whole(units: Sequence[CompiledUnit]) -> list[DeviceCopyUnit]:
     """Return the units of whole tensors that torch copies: a kernel copies no shards."""
     return [u for u in units if isinstance(u, DeviceCopyUnit) and u.arrived is None]
+
+
+class PairCopies:
+    """Copies of tensors to others of the same shapes, any number of times: bit for bit, or casts.
+
+    Made once for memory that does not move; pairs of one GPU are copied by one launch.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._batch: Batch | None = None
+        self._written: list[torch.Tensor] = []
+        ends = [as_integers(*pair) for pair in pairs if pair[0].numel()]
+        pieces = [pair for pair in ends if all(map(_is_piece, pair))]
+        targets, sources = zip(*pieces, strict=True) if pieces else ((), ())
+        unit = DeviceCopyUnit(tuple(map(as_bytes, targets)), tuple(map(as_bytes, sources)), ())
+        kernel = kernel_of([unit], among=1)
+        if kernel is not None:
+            self._batch = Batch([unit], kernel, mixes=False)
+            self._written = [target for target in targets if not target.is_inference()]
+            ends = [pair for pair in ends if not all(map(_is_piece, pair))]
+        self._rest = [target for target, _ in ends], [source for _, source in ends]
+
+    def enqueue(self) -> None:
+        """Copy; on a GPU all later work on the caller's current stream waits for the copies."""
+        if self._batch is not None:
+            self._batch.launch()
+            self._batch.wait_on_stream()
+            torch.autograd.graph.increment_version(self._written)  # as torch's own copies do
+        if self._rest[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(*self._rest)
+
+
+def _is_piece(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous() and not tensor.dtype.is_floating_point
 
 
 def bucket_reader(

@@ -50,6 +50,7 @@ Indices = npt.NDArray[np.uint32]
 Marks = npt.NDArray[np.uint8]
 """One bit for each line of a stream, from the lowest of each byte on."""
 _NOTHING = np.zeros(0, np.uint8)
+_EMPTY_ROWS = torch.zeros((0, 8 * LINE), dtype=torch.uint8)
 
 
 @cache
@@ -193,26 +194,9 @@ def _lines_of(first: int, groups: range) -> npt.NDArray[np.int64]:
     return ((np.array(groups) * 8 + first)[:, None] + np.arange(8)).reshape(-1)
 
 
-def _sampled_sums(flat: torch.Tensor, first: int, groups: range) -> torch.Tensor:
-    """Return the sums (`int64[n]`) of the lines of `_lines_of`; does not wait for a GPU."""
-    rows = flat[: groups.stop * 8 * LINE].view(groups.stop, 8 * LINE)[groups.start :: groups.step]
-    lines = torch.from_numpy(_lines_of(first, groups)).to(flat.device)
-    mixed = mixed_words(rows.reshape(-1).clone().view(torch.int64), _keys(lines).view(-1))
-    return mixed.view(-1, WORDS).sum(1)
-
-
 def _keys(lines: torch.Tensor) -> torch.Tensor:
     """Return the positions, from 1 on, of the words of these lines (`int64[n, 8]`)."""
     return lines.unsqueeze(1) * WORDS + torch.arange(1, WORDS + 1, device=lines.device)
-
-
-def _to_words(sums: Sequence[torch.Tensor]) -> Words:
-    """Return sums of any devices as an array, after one wait for a GPU if all are on that."""
-    if not sums:
-        return np.zeros(0, np.uint64)
-    same = len({part.device for part in sums}) == 1
-    joined = torch.cat(list(sums) if same else [part.cpu() for part in sums])
-    return joined.cpu().numpy().view(np.uint64)
 
 
 def _padded(flat: torch.Tensor) -> torch.Tensor:
@@ -338,13 +322,22 @@ class LineSample:
         return float((before != sums).mean())
 
     def _sample_with_torch(self, tensors: Sequence[torch.Tensor]) -> Words:
-        found: list[torch.Tensor] = []
+        rows = [_EMPTY_ROWS.to(tensors[0].device) if tensors else _EMPTY_ROWS]
+        numbers = [np.zeros(0, np.int64)]
         for tensor, offset in zip(tensors, self._layout.offsets, strict=True):
             first, groups = offset // LINE, tensor.nbytes // LINE // 8
             at = -(first // 8) % self._step
             if at < groups:
-                found.append(_sampled_sums(as_bytes(tensor), first, range(at, groups, self._step)))
-        return _to_words(found)
+                flat = as_bytes(tensor)[: groups * 8 * LINE]
+                rows.append(flat.view(groups, 8 * LINE)[at :: self._step])
+                numbers.append(_lines_of(first, range(at, groups, self._step)))
+        same = len({part.device for part in rows}) == 1
+        words = (
+            torch.cat(rows if same else [part.cpu() for part in rows]).view(torch.int64).view(-1)
+        )
+        keys = _keys(torch.from_numpy(np.concatenate(numbers)).to(words.device)).view(-1)
+        sums = mixed_words(words, keys).view(-1, WORDS).sum(1)
+        return sums.cpu().numpy().view(np.uint64)
 
 
 class LineTable:

@@ -23,7 +23,6 @@ from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import (
     TORCH_DTYPES,
     as_bytes,
-    as_integers,
     contiguous_bytes,
     from_bytes,
     is_plain,
@@ -33,6 +32,7 @@ from weightsync.weights import arena
 from weightsync.weights.checksums import to_hex
 from weightsync.weights.copy_plan import Memory, Share
 from weightsync.weights.fingerprint import mix64, part_of
+from weightsync.weights.fused import PairCopies
 from weightsync.weights.layout import StreamLayout, aligned
 from weightsync.weights.lines import LineMemory, Marks, new_marks
 from weightsync.weights.shard_lines import lines_of, takes_lines
@@ -748,19 +748,15 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
         return self.is_current
 
     def assign(self, destinations: Destinations) -> None:
-        pairs = [
-            as_integers(tensor, from_bytes(flat, destination.spec))
+        self._copies = PairCopies(
+            (tensor, from_bytes(flat, destination.spec))
             for destination, flat in zip(destinations.tensors, self._arena.tensors, strict=True)
             for tensor in destination.targets
-        ]
-        self._pairs = [[end for end, _ in pairs], [end for _, end in pairs]]
+        )
 
     def commit(self) -> None:
         self.holds_commit()
-        targets, sources = self._pairs
-        if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+        self._copies.enqueue()
 
 
 class _InPlaceTarget(_ModuleTarget):
