@@ -136,7 +136,7 @@ HOST_BUCKET_NBYTES = 2 << 20
 HOST_BUCKETS = 4
 STAGED_BUCKET_NBYTES = 8 << 20
 """For copies from a GPU to the host: large enough that the start of a copy costs little."""
-CUDA_BUCKET_NBYTES = 256 << 20
+CUDA_BUCKET_NBYTES = 512 << 20
 CUDA_BUCKETS = 2
 CUDA_UNIT_NBYTES = 32 << 20
 MAX_READERS = 64
