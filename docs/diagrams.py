@@ -113,7 +113,7 @@ PATHS = (
     box("plain", 654, 92, 84, 56, "worker"),
     arrow("data", 596, 254, 596, 152),
     arrow("data", 602, 254, 602, 202, 696, 202, 696, 152),
-    label(44, 326, "The fastest path that passes its probe; cuda_ipc has not run yet."),
+    label(44, 326, "Each receiver gets the fastest path that passes its probe."),
 )  # fmt: skip
 
 SERVE = (

@@ -175,9 +175,9 @@ class WeightReceiver:
         """Keep the weights unchanged during the block, for one decode step. Yields their version.
 
         On a GPU the step ends with the kernels on the stream that is current at the end of the
-        block; that stream must wait for other streams that the step used. (This has not run on a
-        GPU yet.) Raises NotReadyError when the weights are torn, or when an update holds them for
-        longer than `timeout_s`.
+        block; that stream must wait for other streams that the step used. Raises
+        NotReadyError when the weights are torn, or when an update holds them for longer than
+        `timeout_s`.
         """
         session = self._session
         if session.lifecycle.required_version:

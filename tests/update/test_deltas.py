@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from weightsync.backends.ipc import backend as ipc
+from weightsync.update import deltas
 from weightsync.weights import delta_coding, lines, shard_lines
 from weightsync.weights.layout import StreamLayout
 
@@ -472,6 +474,18 @@ def test_auto_sends_small_models_whole() -> None:
         report = sender.send_weights()
         assert report.delta is not None
         assert "is sent whole" in report.delta.reason
+
+
+def test_auto_sends_whole_models_over_paths_that_are_faster_than_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deltas, "MIN_NBYTES", 0)
+    monkeypatch.setattr(ipc, "SHARED_MEMORY_COST", ipc.CUDA_IPC_COST)
+    with ws.connect(Model(0), to=ws.WeightReceiver(Model(1))) as sender:
+        sender.send_weights()
+        report = sender.send_weights()
+    assert report.delta is not None
+    assert report.delta.reason == "a whole model takes less time over shared_memory"
 
 
 def test_off_says_nothing() -> None:

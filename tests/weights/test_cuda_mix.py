@@ -25,7 +25,15 @@ from weightsync.weights import fused
 from weightsync.weights.checksums import WORD
 from weightsync.weights.copy_plan import DeviceCopyUnit
 from weightsync.weights.fingerprint import mix64
-from weightsync.weights.fused import TILE_WORDS, Batch, chunk_batches, fuse, hashers, kernel_of
+from weightsync.weights.fused import (
+    TILE_WORDS,
+    Batch,
+    PairCopies,
+    chunk_batches,
+    fuse,
+    hashers,
+    kernel_of,
+)
 from weightsync.weights.layout import StreamLayout
 
 WAIT_S = 100.0
@@ -114,6 +122,37 @@ class StrayKernel(HostKernel):
 def test_a_kernel_that_reads_elsewhere_is_found_out() -> None:
     with pytest.raises(AssertionError):
         check_case(ODD, StrayKernel(), "cpu")
+
+
+@pytest.mark.parametrize("kernel", [None, HostKernel()], ids=["torch", "fused"])
+def test_pairs_are_copied_bit_for_bit_or_cast(kernel: HostKernel | None) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    sources = [
+        every.view(torch.bfloat16),
+        every[:77].view(torch.float16).view(7, 11).t(),  # strided
+        every[1:6].view(torch.bfloat16),  # no whole word, and not aligned
+        torch.zeros(0),
+        torch.tensor(3.5),
+        torch.arange(5, dtype=torch.uint8).view(torch.bool),
+        torch.arange(4).to(torch.complex128),
+        torch.arange(6).to(torch.complex64),
+    ]
+    targets = [torch.zeros_like(source) for source in sources]
+    cast = torch.tensor([1.0, 2.5]), torch.zeros(2, dtype=torch.bfloat16)
+    written = targets[0]._version
+    copies = PairCopies([*zip(targets, sources, strict=True), cast[::-1]], kernel=kernel)
+    for _ in range(2):
+        copies.enqueue()
+        for target, source in zip(targets, sources, strict=True):
+            assert (
+                target.contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .equal(source.contiguous().view(-1).view(torch.uint8))
+            )
+            target.zero_()
+        assert cast[1].tolist() == [1, 2.5]
+    assert targets[0]._version - written == 4, "torch counts writes by the kernel too"
 
 
 def test_shards_stay_with_torch() -> None:

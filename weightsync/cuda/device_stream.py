@@ -1,8 +1,7 @@
 """A trainer's tensors on a GPU, registered in place for receivers on the same GPU.
 
 The unpacked path of the `ipc` backend reads them there. A contiguous tensor that needs no cast is
-registered itself; any other is copied into a buffer of its own before each update. Never run on a
-GPU.
+registered itself; any other is copied into a buffer of its own before each update.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The only module that knows torch's private tuple. torch wraps `cudaIpcGetMemHandle` and an
 interprocess event, and counts readers in a shared file: `_share_cuda_` adds one, and the storage
 that `_new_shared_cuda` returns subtracts one when it is freed. So every export is for exactly one
-reader. Importing this module makes no CUDA context. Export and open have never run on a GPU.
+reader. Importing this module makes no CUDA context.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def export(tensor: torch.Tensor) -> CudaHandle:
     then the memory stays allocated, even after the caller drops the tensor. The reader's stream
     waits for the work that is now on the current stream of the tensor's GPU. Raises ConfigError
     for other tensors, HandleError where torch or the driver fails, and BackendUnavailableError for
-    an unknown torch. Never run on a GPU.
+    an unknown torch.
     """
     check_torch()
     _check_exportable(tensor)
@@ -169,7 +169,7 @@ def open_handle(handle: CudaHandle) -> torch.Tensor:
 
     All fields are checked before torch uses them. The current stream waits for the work that the
     exporter's stream had. The reader gives the memory back when the tensor and all views of it are
-    freed. Raises HandleError, and BackendUnavailableError for an unknown torch. Never run on a GPU.
+    freed. Raises HandleError, and BackendUnavailableError for an unknown torch.
     """
     check_torch()
     _check_fields(handle)

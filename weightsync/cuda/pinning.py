@@ -1,8 +1,7 @@
 """Pinned host memory: shared memory registered with the CUDA driver, for direct copies to a GPU.
 
 Shared memory is pageable. The driver copies pageable memory through a small buffer of its own, and
-the caller waits. Registered memory behaves like memory that was allocated pinned. Never run on a
-GPU.
+the caller waits. Registered memory behaves like memory that was allocated pinned.
 """
 
 from __future__ import annotations

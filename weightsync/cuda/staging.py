@@ -1,8 +1,4 @@
-"""Pairs of host and device memory, and asynchronous copies between them.
-
-With CPU tensors in place of a GPU's everything but `CudaCopyStream` has run; nothing has run on a
-GPU.
-"""
+"""Pairs of host and device memory, and asynchronous copies between them."""
 
 from __future__ import annotations
 
@@ -105,7 +101,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopyStream:
-    """A CUDA stream of `device` for copies. Never run on a GPU."""
+    """A CUDA stream of `device` for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -148,7 +144,7 @@ class StagedBuckets:
 
     The caller's stream assembles the bytes of a bucket in its device buffer on `device`; one copy
     on `stream` brings them to the bucket. Only `close` waits. The caller owns the buckets. Raises
-    torch.OutOfMemoryError when `device` has no room for the buffers. Never run on a GPU.
+    torch.OutOfMemoryError when `device` has no room for the buffers.
     """
 
     def __init__(

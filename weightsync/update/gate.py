@@ -41,7 +41,7 @@ class ReadWriteGate:
     no method may be called with it.
 
     On `gpus()` a reader stays active until the work queued on its streams is done: the streams that
-    are current where a block ends. (The waits for GPUs have not run on a GPU yet.)
+    are current where a block ends.
     """
 
     def __init__(

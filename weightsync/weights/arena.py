@@ -66,7 +66,7 @@ def available(device: torch.device) -> int:
     """Return the number of free bytes of `device`: the smallest limit of the system and cgroups.
 
     In a container with a memory limit (cgroup v2) that limit counts. Caches that the kernel can
-    reclaim count as free. The CUDA branch has never run on a GPU.
+    reclaim count as free.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

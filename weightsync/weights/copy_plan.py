@@ -240,7 +240,7 @@ class DeviceCopyUnit:
     fingerprint is of all bytes that `arrived` (`uint8[nbytes]`). Where the bytes arrive in a bucket
     on the host it is their xxh3, and what a GPU holds is not read back.
 
-    `gaps` are `(index of the tensor that follows, nbytes of zeros)`. Never run on a GPU.
+    `gaps` are `(index of the tensor that follows, nbytes of zeros)`.
     """
 
     on_host: ClassVar[bool] = False

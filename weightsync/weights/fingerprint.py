@@ -55,10 +55,7 @@ def xxh3_parts(parts: Sequence[memoryview | bytes]) -> int:
 
 
 def mix64(flat: torch.Tensor) -> int:
-    """Return the portable fingerprint of `uint8[nbytes]` on any device; waits for a GPU.
-
-    Never run on a GPU.
-    """
+    """Return the portable fingerprint of `uint8[nbytes]` on any device; waits for a GPU."""
     nbytes = flat.numel()
     whole = nbytes // 8 * 8
     words = _words(flat[:whole])

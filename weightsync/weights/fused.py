@@ -1,7 +1,7 @@
 """Copy units of one GPU, copied and fingerprinted by one launch of the fused kernel.
 
 Tables of tiles are built once for fixed memory and launched again for every update. The kernel
-is used on a GPU once it has agreed with torch there; else torch copies. Never run on a GPU.
+is used on a GPU once it has agreed with torch there; else torch copies.
 """
 
 from __future__ import annotations
@@ -302,15 +302,20 @@ class PairCopies:
     Made once for memory that does not move; pairs of one GPU are copied by one launch.
     """
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        kernel: Kernel | None = None,
+    ) -> None:
         self._batch: Batch | None = None
         self._written: list[torch.Tensor] = []
         ends = [as_integers(*pair) for pair in pairs if pair[0].numel()]
         pieces = [pair for pair in ends if all(map(_is_piece, pair))]
         targets, sources = zip(*pieces, strict=True) if pieces else ((), ())
         unit = DeviceCopyUnit(tuple(map(as_bytes, targets)), tuple(map(as_bytes, sources)), ())
-        kernel = kernel_of([unit], among=1)
-        if kernel is not None:
+        kernel = kernel or kernel_of([unit], among=1)
+        if kernel is not None and pieces:
             self._batch = Batch([unit], kernel, mixes=False)
             self._written = [target for target in targets if not target.is_inference()]
             ends = [pair for pair in ends if not all(map(_is_piece, pair))]

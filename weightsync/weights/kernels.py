@@ -2,7 +2,7 @@
 
 Imported only where CUDA memory is copied or fingerprinted. `launch` works on a table of tiles
 (`fused.Tiles`), so that one launch covers thousands of tensors; `line_sums` has the sums of lines,
-by which deltas are found. They have run under Triton's interpreter only, never on a GPU.
+by which deltas are found.
 """
 
 from __future__ import annotations

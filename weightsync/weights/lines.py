@@ -5,7 +5,7 @@ mixes them (weights.fingerprint). So the sums of all lines add up to a fingerpri
 it can be updated from the lines that changed. A `LineTable` keeps the sum of every line: it finds
 the changed ones without a second copy of the model. Lines in host memory take compiled loops
 (weights.line_kernels) where numba is installed, and torch elsewhere, which is some ten times slower
-on a CPU. Never run on a GPU.
+on a CPU. On a GPU Triton adds up the words of lines, and torch does the rest.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class ModuleSink(WeightSink):
     weights to use: `pointer` points the module's tensors at them (a microsecond for each tensor),
     `copy` copies them over, so that no address changes. `auto` means `copy` on GPUs, because
     captured graphs keep addresses, and for compiled modules, also those compiled later; else
-    `pointer`. Copies on a GPU have never run on one.
+    `pointer`.
 
     Raises ConfigError for a module with DTensors; ShardedModuleSink takes those.
     """

@@ -277,8 +277,7 @@ class StagedPacker(Packer):
     fills is copied from the tensor itself. With three buckets or more, the copy of one chunk
     overlaps the assembly of the next. Close the generators when you stop early: closing waits for
     copies in progress. A chunk is yielded when its copy is complete, whatever `wait` says, because
-    the host publishes buckets in host memory. Tensors on other devices go through Packer. Never run
-    on a GPU.
+    the host publishes buckets in host memory. Tensors on other devices go through Packer.
     """
 
     def __init__(
