@@ -4,21 +4,18 @@
 
 needs no arguments, and no package but torch, msgspec and xxhash. The trainer is this
 process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
-copy of as many bytes on the device, measured in the same run. Updates that are not verified are
-measured with both fences (WEIGHTSYNC_GPU_FENCE): the sender waits on the host, or its readers wait
-for events; the line `fences` names the faster one. `--strict` ends with status 3 if a target is not
-met. `--device cpu --preset toy` runs the same code without a GPU; its figures have no meaning.
+copy of as many bytes on the device, measured in the same run. `--strict` ends with status 3 if a
+target is not met. `--device cpu --preset toy` runs the same code without a GPU; its figures have no
+meaning.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,7 +30,6 @@ from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
 from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
 from weightsync.backends.ipc.sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_UNIT_NBYTES
-from weightsync.cuda.events import FENCE_VARIABLE, Fence, WriterFence
 from weightsync.tensors import as_bytes
 from weightsync.weights.copy_plan import CompiledUnit, Memory, UnitCompiler
 from weightsync.weights.fused import FusedUnit, fuse, hashers
@@ -50,15 +46,8 @@ MODELS: dict[str, tuple[str, Callable[[], list[Tensor]]]] = {
     "toy": ("40 tensors of three dtypes", lambda: shapes.mixed(2 << 20, 40)),
 }
 PRESETS = {"full": (("qwen3-8b", "qwen3-30b-a3b"), 10), "toy": (("toy",), 2)}
-WAYS: Sequence[tuple[bool, bool, Fence]] = (
-    (False, True, "host"),
-    (False, False, "host"),
-    (False, False, "event"),
-    (True, True, "host"),
-    (True, False, "host"),
-    (True, False, "event"),
-)
-"""Packed, verified, and the fence; a verified update always has the host's fence."""
+WAYS = ((False, True), (False, False), (True, True), (True, False))
+"""Packed, and verified."""
 # Trainer's model, receiver's two, and room for buckets.
 COPIES = 3.3
 
@@ -69,7 +58,7 @@ class Row:
 
     `data_s` is the time from the first copy to the end of the last, `swap_s` that of the commit's
     copy over the weights in use. `clock` is the clock of both: the GPU's events, or the host's
-    where no copy was fused. `fence` orders the bytes.
+    where no copy was fused.
     """
 
     way: str
@@ -85,7 +74,6 @@ class Row:
     receiver_extra: int
     swap_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    fence: Fence = "host"
 
     @property
     def control_s(self) -> float:
@@ -105,7 +93,7 @@ class Result:
     kernels: Mapping[str, float]
     fused: bool
     handles: int
-    fenced_handles: int
+    event_handles: int
     largest_group: int
     rows: Sequence[Row]
 
@@ -152,30 +140,14 @@ def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
     return device.seconds(lambda: target.copy_(source), repeats)
 
 
-@contextmanager
-def asking_for(fence: Fence) -> Iterator[None]:
-    """Set the fence of `connect` inside the block; restore the user's setting afterwards."""
-    before = os.environ.get(FENCE_VARIABLE)
-    os.environ[FENCE_VARIABLE] = fence
-    try:
-        yield
-    finally:
-        del os.environ[FENCE_VARIABLE]
-        if before is not None:
-            os.environ[FENCE_VARIABLE] = before
-
-
 def measure(
-    module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool, Fence], repeats: int
+    module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool], repeats: int
 ) -> tuple[Row, Mapping[str, str]]:
     """Time updates of one kind, check the values that arrived, and print the skipped paths."""
-    packed, verify, fence = way
-    before, recorded = device.allocated(), WriterFence.recorded
+    packed, verify = way
+    before = device.allocated()
     data, swaps, passes, totals, clock = [], [], [], [], "host"
-    with (
-        asking_for(fence),
-        ws.connect(module, to=peer.handle, packed=packed, verify=verify, delta="off") as sender,
-    ):
+    with ws.connect(module, to=peer.handle, packed=packed, verify=verify, delta="off") as sender:
         fill(module, seed=1 + 2 * packed + verify)
         for i in range(WARM_UPS + repeats):
             if i == WARM_UPS:
@@ -200,7 +172,7 @@ def measure(
             passes.append(mine[-1][1] if mine and not packed else 0.0)
         # The next measurement needs memory, too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
-    check_sums(module, peer, f"{'packed' if packed else 'unpacked'}, {report.verified}, {fence}")
+    check_sums(module, peer, f"{'packed' if packed else 'unpacked'}, {report.verified}")
     row = Row(
         way="packed" if packed else "unpacked",
         path=report.path,
@@ -215,7 +187,6 @@ def measure(
         trainer_extra=trainer_extra if device.on_gpu else report.peak_extra_nbytes,
         receiver_extra=receiver_peak - 2 * report.nbytes if device.on_gpu else 0,
         seconds=dict(report.seconds),
-        fence="event" if WriterFence.recorded > recorded else "host",
     )
     return row, report.skipped_paths
 
@@ -295,13 +266,9 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
     rows: list[Row] = []
     with receiving_process(tensors, kind) as peer:
         for way in WAYS:
-            if way[2] == "event" and not device.on_gpu:
-                continue
             peer.ask("renew")
             row, skipped = measure(module, peer, device, way, n)
             rows.append(row)
-            if row.fence != way[2]:
-                print(f"{row.way}: events were not used; the log says why")
             for path, reason in skipped.items():
                 print(f"{row.way}, verified: {row.verified}: not by {path}: {reason}")
         peer.ask("renew")
@@ -320,7 +287,7 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
         kernels=kernels,
         fused=is_fused,
         handles=len(handles),
-        fenced_handles=sum(bool(handle.get("event_sync_required")) for handle in handles),
+        event_handles=sum(bool(handle.get("event_sync_required")) for handle in handles),
         largest_group=max(CUDA_BUCKET_NBYTES, *(tensor.nbytes for tensor in tensors)),
         rows=[Row(**{**asdict(row), "of_copy_rate": copy / row.data_s}) for row in rows],
     )

@@ -75,43 +75,25 @@ def _lines(result: Result, ring_nbytes: int) -> Iterator[str]:
     for name, seconds in result.kernels.items():
         yield f"  {name:<34} {_ms(seconds):>12} {seconds / result.copy_s:6.2f} x the copy"
     yield (
-        f"handles sent: {result.handles}, {result.fenced_handles} of them with an interprocess "
+        f"handles sent: {result.handles}, {result.event_handles} of them with an interprocess "
         "event that their reader waits for when it opens them"
     )
     yield ""
     yield (
-        f"{'way':<12} {'path':<14} {'verified':<9} {'fence':<6} {'data ms':>9} {'of copy':>8} "
+        f"{'way':<12} {'path':<14} {'verified':<9} {'data ms':>9} {'of copy':>8} "
         f"{'clock':<6} {'swap ms':>7} {'total ms':>9} {'control ms':>10} {'own pass':>8} "
         f"{'slots':>5} {'extra MB':>9} {'there':>7}"
     )
     for row in result.rows:
         yield _line(row, result.copy_s)
-    yield f"{'re-enacted':<12} {'':<50} {'':<6} {'':<7} {result.rival_s * 1e3:9.2f}"
-    yield ""
-    yield from _fences(result)
+    yield f"{'re-enacted':<12} {'':<50} {'':<7} {result.rival_s * 1e3:9.2f}"
     yield ""
     yield from map(str, bars_of(result, ring_nbytes=ring_nbytes))
 
 
-def _fences(result: Result) -> Iterator[str]:
-    """Return lines that name the faster fence, where both were measured on the same work."""
-    for way in ("unpacked", "packed"):
-        rows = [row for row in result.rows if row.way == way and row.verified == "none"]
-        seconds = {row.fence: row.total_s for row in rows}
-        if len(seconds) < 2:
-            yield f"fences, {way}: only the host's was measured; events need a GPU and its driver"
-            continue
-        host, event = seconds["host"], seconds["event"]
-        ahead = "event" if event < host else "host"
-        yield (
-            f"fences, {way}: host {_ms(host)}, event {_ms(event)}, {event / host:.3f} x; "
-            f"{ahead} is ahead"
-        )
-
-
 def _line(row: Row, copy_s: float) -> str:
     return (
-        f"{row.way:<12} {row.path:<14} {row.verified:<9} {row.fence:<6} {row.data_s * 1e3:9.2f} "
+        f"{row.way:<12} {row.path:<14} {row.verified:<9} {row.data_s * 1e3:9.2f} "
         f"{row.of_copy_rate:8.1%} {row.clock:<6} {row.swap_s * 1e3:7.2f} {row.total_s * 1e3:9.2f} "
         f"{row.control_s * 1e3:10.2f} {row.sender_pass_s / copy_s:8.2f} {row.slots:5d} "
         f"{row.trainer_extra / MB:9.1f} {row.receiver_extra / MB:7.1f}"
@@ -119,11 +101,7 @@ def _line(row: Row, copy_s: float) -> str:
 
 
 def _row(result: Result, way: str, *, proved: bool) -> Row:
-    return next(
-        row
-        for row in result.rows
-        if row.way == way and row.fence == "host" and (row.verified != "none") == proved
-    )
+    return next(row for row in result.rows if row.way == way and (row.verified != "none") == proved)
 
 
 def _at_least(name: str, found: float, wanted: float) -> Bar:

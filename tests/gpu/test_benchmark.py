@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import UNMET, Result, Row, asking_for
+from benchmarks.gpu import UNMET, Result, Row
 from benchmarks.gpu_table import bars_of, table
-from weightsync.cuda.events import FENCE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 110.0
@@ -43,37 +42,15 @@ def test_the_benchmark_ends_with_its_bars(device: str, tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in last] == [bar["name"] for bar in found["bars"]]
     assert [line.endswith("NOT MET") for line in last] == [not bar["met"] for bar in found["bars"]]
     assert found["tensors"] == 40
-    ways = [(row["way"], row["verified"] != "none", row["fence"]) for row in found["rows"]]
-    assert ways == [
-        (way, verified, fence)
-        for way in ("unpacked", "packed")
-        for verified, fence in ((True, "host"), (False, "host"), (False, "event"))
-        if fence == "host" or device == "cuda"
-    ]
-    assert done.stdout.count("only the host's was measured") == 2 * (device == "cpu")
+    ways = [(row["way"], row["verified"] != "none") for row in found["rows"]]
+    assert ways == list(itertools.product(["unpacked", "packed"], [True, False]))
     assert all(0 < row["data_s"] <= row["total_s"] for row in found["rows"])
     assert all((row["slots"] > 0) is (row["way"] == "packed") for row in found["rows"])
     assert found["rival_s"] > 0
     if device == "cuda":
         assert found["fused"]
         assert {row["clock"] for row in found["rows"]} == {"events"}
-        assert 0 < found["fenced_handles"] <= found["handles"]
-
-
-@pytest.mark.parametrize("users", ["event", None])
-def test_the_users_fence_comes_back(users: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FENCE_VARIABLE, raising=False)
-    if users is not None:
-        monkeypatch.setenv(FENCE_VARIABLE, users)
-
-    def fail() -> None:
-        with asking_for("host"):
-            assert os.environ[FENCE_VARIABLE] == "host"
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert os.environ.get(FENCE_VARIABLE) == users
+        assert 0 < found["event_handles"] <= found["handles"]
 
 
 def row_of(way: str, verified: str, of_copy_rate: float, control_s: float) -> Row:
@@ -108,7 +85,7 @@ def good() -> Result:
         },
         fused=True,
         handles=4,
-        fenced_handles=4,
+        event_handles=4,
         largest_group=1 << 28,
         rows=[
             row_of("unpacked", "held", 0.86, 0.009),
@@ -117,20 +94,6 @@ def good() -> Result:
             row_of("packed", "none", 0.36, 0.009),
         ],
     )
-
-
-def test_the_fence_that_is_ahead_is_named() -> None:
-    host = good()
-    slower, faster = (
-        replace(row_of(way, "none", 0.9, control_s), fence="event")
-        for way, control_s in (("unpacked", 0.02), ("packed", 0.001))
-    )
-    both = replace(host, rows=[slower, faster, *host.rows])
-    said = [line for line in table(both, ring_nbytes=RING_NBYTES).splitlines() if "ahead" in line]
-    assert [line.split(";")[-1].strip() for line in said[:2]] == ["host is ahead", "event is ahead"]
-    assert [line.split(":")[0] for line in said[:2]] == ["fences, unpacked", "fences, packed"]
-    # What is held against the bars is the default, wherever its row stands.
-    assert bars_of(both, ring_nbytes=RING_NBYTES)[:6] == bars_of(host, ring_nbytes=RING_NBYTES)[:6]
 
 
 def test_bars_that_are_met() -> None:
