@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,20 +128,14 @@ class ReceiverProcess:
 
 @contextmanager
 def receiver_process(
-    device: str,
-    *,
-    apply: Literal["staged", "in_place"] = "staged",
-    prepare: Callable[[], None] | None = None,
+    device: str, *, apply: Literal["staged", "in_place"] = "staged"
 ) -> Iterator[ReceiverProcess]:
-    """Start a receiver of an EveryDtype model on `device`; it ends with the context.
-
-    It calls `prepare` first.
-    """
+    """Start a receiver of an EveryDtype model on `device`; it ends with the context."""
     # A process of a fork server has torch already; on a GPU each loads it for itself.
     context: Any = CONTEXT if device == "cpu" else multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(PIPES)]
     process = context.Process(
-        target=_serve, args=([child for _, child in pairs], device, apply, prepare), daemon=True
+        target=_serve, args=([child for _, child in pairs], device, apply), daemon=True
     )
     process.start()
     for _, child in pairs:
@@ -158,16 +152,9 @@ def receiver_process(
     assert process.exitcode == 0, f"the receiver ended with {process.exitcode}"
 
 
-def _serve(
-    pipes: list[Connection],
-    device: str,
-    apply: Literal["staged", "in_place"],
-    prepare: Callable[[], None] | None,
-) -> None:
+def _serve(pipes: list[Connection], device: str, apply: Literal["staged", "in_place"]) -> None:
     import weightsync as ws
 
-    if prepare is not None:
-        prepare()
     torch.set_num_threads(1)
     model = EveryDtype(device)
     receiver = ws.WeightReceiver(model, apply=apply)

@@ -236,14 +236,13 @@ class TestControl:
             control.release(place, 10 + place)
             control.beat_reader(place)
             control.load(place, 20 + place)
-            control.take_events(place, 30 + place)
         control.epoch = 4
         control.table_ready = 5
         control.write_fingerprints(0, list(range(10)))
         found = [control.published, *(control.released(r) for r in range(3))]
-        for counter in (control.reader_beat, control.loaded, control.takes_events):
+        for counter in (control.reader_beat, control.loaded):
             found += [counter(r) for r in range(3)]
-        assert found == [2, 10, 11, 12, 1, 1, 1, 20, 21, 22, 30, 31, 32]
+        assert found == [2, 10, 11, 12, 1, 1, 1, 20, 21, 22]
         assert (control.epoch, control.table_ready) == (4, 5)
         assert control.fingerprints(0, 10) == list(range(10))
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import torch
 
-from weightsync.cuda.events import wait_for
+from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConfigError, ProtocolError, TransferError, WeightSyncError
 from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes

@@ -200,7 +200,7 @@ class CounterRing:
 
 
 _EPOCH, _BEAT, _TABLE, _OFFERED = range(WRITER_WORDS, WRITER_WORDS + 4)
-_READER_BEAT, _LOADED, _EVENTS = range(READER_WORDS, READER_WORDS + 3)
+_READER_BEAT, _LOADED = range(READER_WORDS, READER_WORDS + 2)
 
 
 class Control(CounterRing):
@@ -211,7 +211,7 @@ class Control(CounterRing):
     fingerprints of the unpacked path that were written, and `writer_beat` the writer's heartbeats.
     """
 
-    magic = 0x7773_7269_6E67_0003
+    magic = 0x7773_7269_6E67_0004
     epoch = WriterWord(_EPOCH)
     offered = WriterWord(_OFFERED)
     table_ready = WriterWord(_TABLE)
@@ -236,17 +236,6 @@ class Control(CounterRing):
     def load(self, reader: int, nbytes: int) -> None:
         """Set the total bytes copied, a number that grows. Called by this reader only."""
         self.words[line_of(reader) + _LOADED] = nbytes
-
-    def takes_events(self, reader: int) -> int:
-        """Return the generation whose ready events `reader` waits for.
-
-        While it is 0, the writer synchronises on the host.
-        """
-        return self.words[line_of(reader) + _EVENTS]
-
-    def take_events(self, reader: int, number: int) -> None:
-        """Set the generation whose ready events this reader has opened, or 0. Reader only."""
-        self.words[line_of(reader) + _EVENTS] = number
 
     def liveness(self, reader: int) -> int:
         """Return a sum of counters that grows while this reader works."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weightsync.cuda.events import Marks
+from weightsync.cuda.wait import Marks
 from weightsync.errors import NotReadyError, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)

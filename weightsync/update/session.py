@@ -16,7 +16,7 @@ from msgspec import structs
 
 from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.handles import receive_handles
-from weightsync.cuda.events import wait_for
+from weightsync.cuda.wait import wait_for
 from weightsync.errors import (
     DeltaError,
     ProtocolError,

@@ -90,18 +90,6 @@ class StorageInfo(Message, frozen=True, kw_only=True):
     offset: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
 
 
-class ReadyEvents(Message, frozen=True, kw_only=True):
-    """Interprocess events of the GPU `device`, 64 bytes each: one per bucket or for `storages`.
-
-    A reader that opens them marks that in the control segment, and copies nothing before its event
-    has passed.
-    """
-
-    device: Annotated[str, Meta(max_length=128)]
-    buckets: Annotated[list[bytes], Meta(max_length=1024)] = []
-    registered: bytes | None = None
-
-
 class ProbeInfo(Message, frozen=True, kw_only=True):
     """Known bytes that a receiver opens and checks before a path counts as usable."""
 

@@ -11,7 +11,6 @@ import torch
 
 from weightsync.cuda import handles
 from weightsync.cuda.device_stream import DeviceStream
-from weightsync.cuda.events import CUDA, WriterFence
 from weightsync.cuda.memory import PROBE_NBYTES, probe_digest
 from weightsync.cuda.pinning import CudaDriver, Driver, Pinned
 from weightsync.cuda.staging import CopyStream, CudaCopyStream, StagedBuckets
@@ -92,14 +91,6 @@ def stage_on_gpu(ring: Buckets, device: torch.device) -> StagedBuckets | None:
     if device.type != "cuda":
         return None
     return ring.stage(device, CudaCopyStream(device), CudaDriver(device))
-
-
-def fence_on_gpu(
-    control: Control, device: torch.device | None, count: int, *, packed: bool
-) -> WriterFence:
-    """Return the fence of memory on a GPU; it has no events for `device` None or the host."""
-    on_gpu = device is not None and device.type == "cuda"
-    return WriterFence(control, device if on_gpu else None, count, packed=packed, driver=CUDA)
 
 
 def register(

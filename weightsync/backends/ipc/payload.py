@@ -9,7 +9,6 @@ from msgspec import Meta
 from weightsync.wire.offers import (
     Message,
     ProbeInfo,
-    ReadyEvents,
     RingInfo,
     SegmentHandle,
     Size,
@@ -32,7 +31,6 @@ class IpcInit(Message, frozen=True, kw_only=True):
     unit_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
     ring: RingInfo
     storages: StorageInfo | None = None
-    ready: ReadyEvents | None = None
 
 
 class RingUpdate(Message, frozen=True, kw_only=True):

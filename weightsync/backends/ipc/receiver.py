@@ -13,7 +13,6 @@ from weightsync.backends.ipc.transfer import (
     OpenedMemory,
     chunked_layout,
 )
-from weightsync.cuda.events import open_fence
 from weightsync.cuda.memory import OpenMemory, check_probe
 from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.shm.host_keys import pick
@@ -69,11 +68,6 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             for handle in offer.storages.handles if offer.storages else []:
                 storages.append(OpenMemory(pick(handle, self._keys)))
                 kept.callback(storages[-1].close)
-            stored = offer.storages
-            fenced = ring.data if stored is None or not stored.handles else stored.handles[0]
-            fence = open_fence(offer.ready, fenced, self._keys, num_buckets=ring.num_buckets)
-            if fence is not None:
-                kept.callback(fence.close)
             whole = StreamLayout(manifest, unit_nbytes=offer.unit_nbytes)
             buckets = [
                 data.part(i * ring.bucket_nbytes, ring.bucket_nbytes)
@@ -82,8 +76,6 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             kept.callback(buckets.clear)  # before the memory that they view is closed
             registered = _registered(offer, whole, storages)
             _check_entries(offer, whole)
-            # An earlier init of the same generation may have set another value.
-            control.take_events(offer.reader, 0 if fence is None else init_info.generation)
             self._opened = OpenedMemory(
                 info=offer,
                 sender=init_info.sender,
@@ -96,7 +88,6 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 whole=whole,
                 chunked=chunked_layout(manifest, offer),
                 registered=registered,
-                fence=fence,
                 kept=kept.pop_all(),
             )
 

@@ -22,7 +22,6 @@ from weightsync.backends.ipc.memory import (
     Buckets,
     PackedStream,
     ProbeMemory,
-    fence_on_gpu,
     in_place_hashers,
     memory_names,
     register,
@@ -32,7 +31,6 @@ from weightsync.backends.ipc.memory import (
 )
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.cuda.device_stream import DeviceStream
-from weightsync.cuda.events import Fence, WriterFence, fence_from_environment
 from weightsync.cuda.memory import PROBE_NBYTES
 from weightsync.cuda.staging import StagedBuckets
 from weightsync.errors import ConfigError
@@ -148,11 +146,9 @@ RELAY_READER = MAX_READERS - 1
 class IpcTrainerEngine(TrainerWeightTransferEngine):
     """Sends a source through a ring (packed), or from registered memory (unpacked).
 
-    `path` is `cuda_ipc` or `shared_memory`. With `fence` "event", readers on the sender's GPU wait
-    for its events, if all of them can; None takes the fence of the environment. `stage` adds
-    staging memory on the source's device to a ring on the host; `make_fence` creates the events of
-    memory on a GPU. Raises SegmentError with the needed size at construction when `/dev/shm` has no
-    room.
+    `path` is `cuda_ipc` or `shared_memory`. `stage` adds staging memory on the source's device to a
+    ring on the host. Raises SegmentError with the needed size at construction when `/dev/shm` has
+    no room.
     """
 
     def __init__(
@@ -161,9 +157,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         options: TransferOptions,
         path: str = "shared_memory",
         *,
-        fence: Fence | None = None,
         stage: Callable[[Buckets, torch.device], StagedBuckets | None] = stage_on_gpu,
-        make_fence: Callable[..., WriterFence] = fence_on_gpu,
     ) -> None:
         self._source = source
         self._options = options
@@ -198,9 +192,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             self._memory = None if memory is None else keep(closing(memory))
             if isinstance(memory, SharedStream) and stable is not None:
                 memory.adopt(stable)
-            fenced = gpu if (fence or fence_from_environment()) == "event" else None
-            count = num_buckets if packed else 1
-            self._fence = keep(closing(make_fence(control, fenced, count, packed=packed)))
         except BaseException:
             self.close()
             raise
@@ -272,7 +263,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 bucket_nbytes=self._bucket_nbytes,
             ),
             storages=storage_info(self._memory, self._whole),
-            ready=self._fence.offer(reader, generation),
         )
 
     def begin(
@@ -414,7 +404,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         chunks = len(packer.layout.chunks)
         epoch = self._writer.begin(readers, chunks)
         self.reader_progress.begin_packed(packer.layout, self._writer.base)
-        by_event = self._fence.left_to(readers, verify=self._verify, packed=True)
         self._stream = PackedStream(
             control=self._control,
             buckets=self._ring.tensors,
@@ -439,19 +428,17 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 return bucket
 
             if stable is not None:
-                filled = packer.pack_stable(stable, acquire, verify=self._verify, wait=not by_event)
+                filled = packer.pack_stable(stable, acquire, verify=self._verify)
             elif writes and isinstance(given, WritingSource):
                 filled = packer.pack_written(given.writers(), acquire)
             else:
                 pairs = checked(given.tensors(), packer.layout.manifest)
-                filled = packer.pack(pairs, acquire, verify=self._verify, wait=not by_event)
+                filled = packer.pack(pairs, acquire, verify=self._verify)
             room = self._control.entries // self._control.slots
             with closing(filled):
                 for j, fingerprints in filled:
                     self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
                     self._table += fingerprints
-                    if by_event:
-                        self._fence.record(j % self._control.slots)
                     self._writer.publish(j)
                     self.reader_progress.mark("published", j)
                     self._written_nbytes += (
@@ -473,11 +460,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
                 memory.write(i, tensor)
         else:
             memory.refresh(stable)
-        # Readers start when they get the message with this payload.
-        if self._fence.left_to(readers, verify=self._verify, packed=False):
-            self._fence.record()
-        elif isinstance(memory, DeviceStream):
-            memory.wait()
+        if isinstance(memory, DeviceStream):
+            memory.wait()  # readers start when they get the message with this payload
         self._update = self._publish_table
         return RingUpdate(epoch=epoch, base=self._control.table_ready, packed=False)
 

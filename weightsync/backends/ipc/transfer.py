@@ -12,9 +12,9 @@ import torch
 
 from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
-from weightsync.cuda.events import OpenFence, wait_for
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
+from weightsync.cuda.wait import wait_for
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
@@ -201,7 +201,6 @@ class OpenedMemory:
     whole: StreamLayout
     chunked: StreamLayout
     registered: Memory | None
-    fence: OpenFence | None
     kept: ExitStack
     copy_plans: dict[tuple[int, int, int], tuple[object, object, list[CopyPlan]]] = field(
         default_factory=dict
@@ -306,7 +305,6 @@ class IncomingTransfer:
             bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected = self._expected_of(j, len(units))
-            self._await_fence(bucket)
             if feeder:
                 buffer = self._opened.buckets[bucket]
                 self._compare(
@@ -331,7 +329,6 @@ class IncomingTransfer:
                 "an unpacked update needs storages, and init had none; init again with them"
             )
         self._check()
-        self._await_fence(None)
         if load_target.memory is None:
             feeder = self._feeder(load_target)
             if self._info.verify:
@@ -348,16 +345,6 @@ class IncomingTransfer:
             self._compare(self._layout.units, got, self._published_table())
         if self._control.epoch != self._ring_update.epoch:
             raise TransferError("the sender began another update while this one was read")
-
-    def _await_fence(self, bucket: int | None) -> None:
-        """Wait until the sender's GPU has written a bucket (None: registered memory)."""
-        if self._opened.fence is not None:
-            self._opened.fence.arrive(
-                bucket,
-                check=self._check,
-                beat=lambda: self._control.writer_beat,
-                timeout_s=self._opened.lease_s,
-            )
 
     def _feeder(self, load_target: LoadTarget) -> HookFeeder:
         """Return the feeder of a hook, with memory for large tensors allocated."""
