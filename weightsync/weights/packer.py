@@ -43,9 +43,8 @@ class Packer:
     """Writes the stream of `layout` into `buckets` (`uint8[bucket_nbytes]` each), chunk by chunk.
 
     The methods are generators. They yield a chunk when its bytes are in the bucket, on a GPU too,
-    so that the caller may publish it. With `wait` False (for buckets on a GPU, and `verify` False)
-    they do not wait: the bytes are in the bucket for later work on the caller's current stream.
-    `acquire` is called for each chunk in order. The caller owns the buckets; for one thread.
+    so that the caller may publish it. `acquire` is called for each chunk in order. The caller owns
+    the buckets; for one thread.
     """
 
     def __init__(self, layout: StreamLayout, buckets: Sequence[torch.Tensor]) -> None:
@@ -63,12 +62,7 @@ class Packer:
         self._batched_from: list[int] = []
 
     def pack_stable(
-        self,
-        tensors: Sequence[torch.Tensor],
-        acquire: Acquire,
-        *,
-        verify: bool,
-        wait: bool = True,
+        self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
         """Pack tensors whose memory does not move; the copies are compiled once.
 
@@ -81,10 +75,10 @@ class Packer:
         if not (self._on_host and all(map(_is_bytes, tensors, specs))):
             batches = self._batches_of(tensors, verify=verify)
             if batches is not None:
-                yield from self._pack_batches(batches, acquire, verify=verify, wait=wait)
+                yield from self._pack_batches(batches, acquire, verify=verify)
                 return
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
-            yield from self.pack(pairs, acquire, verify=verify, wait=wait)
+            yield from self.pack(pairs, acquire, verify=verify)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._replayed_from:
@@ -97,7 +91,7 @@ class Packer:
             yield j, self._fingerprints(j) if verify else []
 
     def pack(
-        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, wait: bool = True
+        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
         """Pack tensors of any device as they come, in the manifest's order, cast on the way.
 
@@ -107,12 +101,12 @@ class Packer:
         for chunk, part, source in self._cut(pairs):
             if chunk != j:
                 if j >= 0:
-                    yield j, self._complete(j, verify=verify, wait=wait)
+                    yield j, self._complete(j, verify=verify)
                 j = chunk
                 self._clear_gaps(j, acquire(j))
             self._write(j, part, source)
         if j >= 0:
-            yield j, self._complete(j, verify=verify, wait=wait)
+            yield j, self._complete(j, verify=verify)
 
     def pack_written(
         self, writers: Iterable[tuple[str, Callable[[torch.Tensor], None]]], acquire: Acquire
@@ -169,15 +163,12 @@ class Packer:
 
     @staticmethod
     def _pack_batches(
-        batches: Sequence[Batch], acquire: Acquire, *, verify: bool, wait: bool
+        batches: Sequence[Batch], acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
         for j, batch in enumerate(batches):
             acquire(j)
             batch.launch()
-            if wait:
-                batch.wait()
-            else:
-                batch.wait_on_stream()
+            batch.wait()
             yield j, batch.fingerprints() if verify else []
 
     def _write(self, j: int, part: TensorSlice, source: torch.Tensor) -> None:
@@ -192,9 +183,9 @@ class Packer:
         place = from_bytes(target, spec) if whole else target
         place.copy_(source, non_blocking=source.is_cuda and not self._on_host)
 
-    def _complete(self, j: int, *, verify: bool, wait: bool) -> list[int]:
+    def _complete(self, j: int, *, verify: bool) -> list[int]:
         fingerprints = self._fingerprints(j) if verify else []
-        if wait and not self._on_host:
+        if not self._on_host:
             torch.cuda.current_stream(self._buckets[0].device).synchronize()
         return fingerprints
 
@@ -276,8 +267,7 @@ class StagedPacker(Packer):
     A chunk of several tensors is assembled in the bucket's device buffer; a chunk that one tensor
     fills is copied from the tensor itself. With three buckets or more, the copy of one chunk
     overlaps the assembly of the next. Close the generators when you stop early: closing waits for
-    copies in progress. A chunk is yielded when its copy is complete, whatever `wait` says, because
-    the host publishes buckets in host memory. Tensors on other devices go through Packer.
+    copies in progress. Tensors on other devices go through Packer.
     """
 
     def __init__(
@@ -288,16 +278,11 @@ class StagedPacker(Packer):
         self._pieces = [list(layout.slices(chunk.start, chunk.stop)) for chunk in layout.chunks]
 
     def pack_stable(
-        self,
-        tensors: Sequence[torch.Tensor],
-        acquire: Acquire,
-        *,
-        verify: bool,
-        wait: bool = True,
+        self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
         """Pack tensors whose memory does not move; one call copies all tensors of a chunk."""
         if not any(map(self._on_device, tensors)):
-            yield from super().pack_stable(tensors, acquire, verify=verify, wait=wait)
+            yield from super().pack_stable(tensors, acquire, verify=verify)
             return
         specs = self.layout.manifest.specs
         check_whole(specs, tensors)
@@ -309,7 +294,7 @@ class StagedPacker(Packer):
         yield from self._send(filled, acquire, verify=verify)
 
     def pack(
-        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool, wait: bool = True
+        self, pairs: NamedTensors, acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
         """Pack tensors as they come; the device of the first one decides for all."""
         coming = iter(pairs)
@@ -322,7 +307,7 @@ class StagedPacker(Packer):
         if staged:
             yield from self._send(self._fill(coming), acquire, verify=verify)
         else:
-            yield from super().pack(coming, acquire, verify=verify, wait=wait)
+            yield from super().pack(coming, acquire, verify=verify)
 
     def _send(
         self, filled: Iterable[Filled], acquire: Acquire, *, verify: bool
