@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -25,7 +25,7 @@ from weightsync.shm.ring import (
     control_nbytes,
 )
 from weightsync.shm.segment import DIRECTORY, Segment
-from weightsync.shm.wait import wait_until
+from weightsync.shm.wait import PeerProgress, wait
 
 WAIT_S = 60.0
 SHORT_S = 0.05
@@ -34,6 +34,18 @@ SHAPE = {"slots": 2, "readers": 3, "entries": 10}
 
 def nothing() -> None:
     pass
+
+
+def wait_for_peer(
+    ready: Callable[[], bool],
+    *,
+    timeout_s: float,
+    check: Callable[[], None] = nothing,
+    counters: Callable[[], tuple[int, int]] = lambda: (0, 0),
+) -> None:
+    """Wait for what one peer does, which makes progress and beats as `counters` says."""
+    peer = PeerProgress(lambda: {0: counters()}, lambda _: "late", check=check, timeout_s=timeout_s)
+    wait(ready, peer.poll, sleep=lambda _: time.sleep(0.001))
 
 
 @pytest.fixture
@@ -185,36 +197,26 @@ class TestWaiting:
         steps = iter(range(10_000))
         ends = threading.Timer(4 * SHORT_S, nothing)
         ends.start()
-        wait_until(
-            lambda: not ends.is_alive(),
-            "late",
-            check=nothing,
-            timeout_s=SHORT_S,
-            progress=lambda: (next(steps), 0),
+        wait_for_peer(
+            lambda: not ends.is_alive(), timeout_s=SHORT_S, counters=lambda: (next(steps), 0)
         )
 
     def test_heartbeats_alone_are_waited_for_longer_but_not_for_ever(self) -> None:
         beats = iter(range(1_000_000))
         started = time.monotonic()
         with pytest.raises(TransferTimeout, match="late"):
-            wait_until(
-                lambda: False,
-                "late",
-                check=nothing,
-                timeout_s=SHORT_S,
-                progress=lambda: (0, next(beats)),
-            )
+            wait_for_peer(lambda: False, timeout_s=SHORT_S, counters=lambda: (0, next(beats)))
         assert time.monotonic() - started > 2 * SHORT_S
 
     def test_without_progress_it_ends(self) -> None:
         with pytest.raises(TransferTimeout, match="late"):
-            wait_until(lambda: False, "late", check=nothing, timeout_s=SHORT_S)
+            wait_for_peer(lambda: False, timeout_s=SHORT_S)
 
     def test_what_is_ready_needs_no_time(self) -> None:
         def never() -> None:
             raise AssertionError
 
-        wait_until(lambda: True, "late", check=never, timeout_s=0)
+        wait_for_peer(lambda: True, check=never, timeout_s=0)
 
 
 class TestControl:
@@ -361,9 +363,9 @@ def test_a_wait_does_not_count_what_its_own_process_slept(monkeypatch: pytest.Mo
         return looks > 200
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + stood)
-    wait_until(look, "late", check=nothing, timeout_s=5.0)
+    wait_for_peer(look, timeout_s=5.0)
     looks = -(10**9)
     begun = clock()
     with pytest.raises(TransferTimeout):
-        wait_until(look, "late", check=nothing, timeout_s=0.3)
+        wait_for_peer(look, timeout_s=0.3)
     assert clock() - begun >= 0.3

@@ -32,8 +32,6 @@ WARN_S = 60.0
 _MAX_STEP_S = 0.25
 """Longest step of a wait that counts in full. A longer one means that this process was stopped."""
 _SPINS = 32
-_SHORT_SLEEP_S, _LONG_SLEEP_S = 50e-6, 1e-3
-_SHORT_SLEEPS_S = 0.04
 
 Check = Callable[[], None]
 """Called during a wait; raises to end it."""
@@ -131,28 +129,6 @@ class _PeerState:
     beats: int = -1
     progress_at: float = 0.0
     beat_at: float = 0.0
-
-
-def wait_until(
-    ready: Callable[[], bool],
-    late: str,
-    *,
-    check: Check,
-    timeout_s: float,
-    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
-) -> None:
-    """Wait for a condition without a futex, which one peer makes true, by polling it.
-
-    `progress` returns the peer's progress and heartbeat counters. Raises TransferTimeout with the
-    message `late`, see `PeerProgress`.
-    """
-    peer = PeerProgress(lambda: {0: progress()}, lambda _: late, check=check, timeout_s=timeout_s)
-    short_until = time.monotonic() + _SHORT_SLEEPS_S
-
-    def sleep(_: float) -> None:
-        time.sleep(_SHORT_SLEEP_S if time.monotonic() < short_until else _LONG_SLEEP_S)
-
-    wait(ready, peer.poll, spin_s=SPIN_S, sleep=sleep)
 
 
 class Cancel(Protocol):
