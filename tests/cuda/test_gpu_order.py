@@ -1,6 +1,6 @@
 """The order between decode steps and updates on GPUs, on streams that stand in for a driver's.
 
-None of this has run on a GPU: what is tested is whom the code waits for, and when.
+What is tested is whom the code waits for, and when; tests/gpu/test_order.py has real streams.
 """
 
 from __future__ import annotations
