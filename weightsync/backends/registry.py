@@ -193,7 +193,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """The entry points by name; those of weightsync itself need no installation."""
     own = [
         importlib.metadata.EntryPoint(name, f"weightsync.backends.{name}.backend:{kind}", GROUP)
-        for name, kind in (("ipc", "IpcBackend"), ("gloo", "GlooBackend"))
+        for name, kind in (("ipc", "IpcBackend"), ("gloo", "GlooBackend"), ("tcp", "TcpBackend"))
     ]
     found = importlib.metadata.entry_points(group=GROUP)
     return {entry.name: entry for entry in [*found, *own]}

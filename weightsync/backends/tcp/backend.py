@@ -1,0 +1,63 @@
+"""The backend between hosts: each reads from the host before it, over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, cast
+
+from weightsync.backends.base import (
+    Backend,
+    Endpoint,
+    Reach,
+    TrainerWeightTransferEngine,
+    TransferOptions,
+    WeightTransferEngine,
+)
+from weightsync.weights.source import WeightSource
+
+TCP_COST = 5.0
+BUCKET_NBYTES = 4 << 20
+BUCKETS = 8
+
+
+class TcpBackend(Backend):
+    """Path `tcp`: rank 0 sends to the first host, and each host to the next one."""
+
+    name: ClassVar[str] = "tcp"
+    requires: ClassVar[Mapping[str, str]] = {"ipc": "shared_memory"}
+
+    def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
+        """Return the path, for rank 0 only. The receiver's connection shows whether it works."""
+        return [Reach("tcp", TCP_COST)] if trainer.rank == 0 else []
+
+    def adjust(self, options: TransferOptions) -> TransferOptions:
+        """Set `packed`, and the same buckets for every ring of the sender: one table fits all."""
+        return replace(
+            options,
+            packed=True,
+            bucket_nbytes=options.bucket_nbytes or BUCKET_NBYTES,
+            num_buckets=options.num_buckets or BUCKETS,
+        )
+
+    def trainer_engine(
+        self,
+        source: WeightSource,
+        path: str,
+        options: TransferOptions,
+        bases: Mapping[str, TrainerWeightTransferEngine],
+    ) -> TrainerWeightTransferEngine:
+        """Return the engine that reads the ring of `bases["ipc"]`."""
+        # Each half is imported only where it is used.
+        from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
+        from weightsync.backends.tcp.trainer import TcpTrainerEngine  # noqa: PLC0415
+
+        return TcpTrainerEngine(cast(IpcTrainerEngine, bases["ipc"]), options)
+
+    def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
+        """Return the engine that feeds its host, or reads the ring of a receiver that does."""
+        from weightsync.backends.tcp.receiver import (  # noqa: PLC0415  # as above
+            TcpWeightTransferEngine,
+        )
+
+        return TcpWeightTransferEngine(device_keys)

@@ -1,0 +1,302 @@
+"""A connection between two hosts: frames one way, requests and signs of life the other way.
+
+The reading host says which chunks it wants; the serving host sends them as they come, each as a
+frame of a head, fingerprints and bytes. Both sides show that they live while they have nothing to
+send, so that a host that waits is told from one that is dead.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
+from weakref import WeakSet
+
+from weightsync.errors import ProtocolError, TransferError, TransferTimeout
+
+_HEAD = struct.Struct("<IIQQQQQ")
+_FRAME_MAGIC = 0x7773_6601
+_REQUEST = struct.Struct("<IIQQ")
+_REQUEST_MAGIC = 0x7773_7201
+_HELLO = struct.Struct("<I16sq")
+_HELLO_MAGIC = 0x7773_6801
+_BEAT = _REQUEST.pack(_REQUEST_MAGIC, 0, 0, 0)
+_TICK_S = 0.2
+"""How long a call of the kernel blocks at most; then the caller's check runs."""
+_CONNECT_S = 5.0
+_MAX_FINGERPRINTS = 1 << 20
+KEEPALIVE_S = 5
+
+_open: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the connections in a forked child, or they would outlive this process."""
+    for sock in list(_open):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class FrameKind(IntEnum):
+    """What a frame says."""
+
+    CHUNK = 1
+    WAITING = 2
+    ABORTED = 3
+    FAILED = 4
+    GONE = 5
+
+
+class Frame(NamedTuple):
+    """The head of a frame; `chunk` of `chunks`, `nbytes` after `num_fingerprints`."""
+
+    kind: FrameKind
+    epoch: int = 0
+    chunk: int = 0
+    chunks: int = 0
+    nbytes: int = 0
+    num_fingerprints: int = 0
+
+
+class Request(NamedTuple):
+    """Chunks that the reading host wants: those of update `epoch` from `first` on.
+
+    With `is_next` those of the first update after `epoch` in which it takes part.
+    """
+
+    epoch: int
+    first: int
+    is_next: bool
+
+
+Check = Callable[[], None]
+
+
+def nothing() -> None:
+    """Check nothing."""
+
+
+class Connection:
+    """One end of a connection. Each direction has one thread; `close` ends both from any thread.
+
+    A peer that gives no sign of life for `patience_s` is lost: TransferTimeout. Other errors are
+    TransferErrors; neither names the peer.
+    """
+
+    def __init__(self, sock: socket.socket, patience_s: float) -> None:
+        self._socket = sock
+        self._patience_s = patience_s
+        self._heard_at = time.monotonic()
+        self._unread = b""
+        self._sends = threading.Lock()
+        _open.add(sock)
+        tick = struct.pack("ll", 0, int(_TICK_S * 1e6))
+        sock.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, tick)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
+
+    @classmethod
+    def open(
+        cls, address: str, port: int, secret: bytes, place: int, patience_s: float
+    ) -> Connection:
+        """Connect to a serving host, as the host of `place`. Raises TransferError."""
+        sock = None
+        try:
+            sock = socket.create_connection((address, port), min(_CONNECT_S, patience_s))
+            made = cls(sock, patience_s)
+            made._send(_HELLO.pack(_HELLO_MAGIC, secret, place))
+        except OSError as exc:
+            if sock is not None:
+                sock.close()
+            raise TransferError(f"{address}:{port} cannot be reached: {exc}") from exc
+        return made
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer has not closed the connection, as far as is known; never blocks."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def hear_hello(self, secret: bytes, within_s: float) -> int | None:
+        """Return the place of the host that connected; None unless it knows the secret."""
+        hello = bytearray(_HELLO.size)
+        deadline = time.monotonic() + within_s
+        self._receive(memoryview(hello), nothing, deadline)
+        magic, given, place = _HELLO.unpack(hello)
+        known = magic == _HELLO_MAGIC and hmac.compare_digest(given, secret)
+        return int(place) if known else None
+
+    # The reading host
+
+    def ask(self, request: Request) -> None:
+        """Send a request."""
+        kind = 2 if request.is_next else 1
+        self._send(_REQUEST.pack(_REQUEST_MAGIC, kind, request.epoch, request.first))
+
+    def beat(self) -> None:
+        """Show that this process lives. Any thread may call it; never blocks, never raises."""
+        if self._sends.acquire(blocking=False):
+            try:
+                self._socket.send(_BEAT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
+                pass  # the next call finds out
+            finally:
+                self._sends.release()
+
+    def next_frame(self, check: Check) -> Frame:
+        """Wait for the head of the next frame. `check` raises to end the wait."""
+        head = bytearray(_HEAD.size)
+        self._receive(memoryview(head), check)
+        magic, kind, *numbers = _HEAD.unpack(head)
+        if magic != _FRAME_MAGIC or kind not in FrameKind._value2member_map_:
+            raise ProtocolError("the connection carries something else than chunks")
+        frame = Frame(FrameKind(kind), *numbers)
+        if frame.num_fingerprints > _MAX_FINGERPRINTS:
+            raise ProtocolError(f"a chunk has {frame.num_fingerprints} fingerprints")
+        return frame
+
+    def fingerprints(self, frame: Frame, check: Check) -> list[int]:
+        """Read the fingerprints of a frame."""
+        found = array("Q", bytes(8 * frame.num_fingerprints))
+        self._receive(memoryview(found).cast("B"), check)
+        return found.tolist()
+
+    def data(self, into: memoryview, check: Check) -> None:
+        """Read the bytes of a frame: as many as `into` has."""
+        self._receive(into, check)
+
+    def skip(self, frame: Frame, check: Check) -> None:
+        """Read what belongs to a frame, and drop it."""
+        scratch = memoryview(bytearray(min(1 << 20, 8 * frame.num_fingerprints + frame.nbytes)))
+        left = 8 * frame.num_fingerprints + frame.nbytes
+        while left:
+            part = scratch[: min(left, len(scratch))]
+            self._receive(part, check)
+            left -= len(part)
+
+    # The serving host
+
+    def request(self, *, is_idle: bool = False) -> Request | None:
+        """Return a request that has arrived, None without one; never blocks.
+
+        Raises TransferError where the reading host is gone, or silent unless it `is_idle`.
+        """
+        self._hear(is_idle=is_idle)
+        return self._parsed()
+
+    def wait_for_request(self, is_over: Callable[[], bool]) -> Request | None:
+        """Wait for a request, however long; None when `is_over`. Raises TransferError."""
+        while not is_over():
+            if (found := self._parsed()) is not None:
+                return found
+            self._hear(is_idle=True, flags=0)
+        return None
+
+    def send_frame(self, frame: Frame, fingerprints: Sequence[int], data: memoryview) -> None:
+        """Send a frame and what belongs to it, as long as the reading host shows that it lives."""
+        head = _HEAD.pack(_FRAME_MAGIC, *frame) + array("Q", fingerprints).tobytes()
+        parts = [memoryview(head), data]
+        while parts:
+            try:
+                sent = self._socket.sendmsg(parts)
+            except BlockingIOError:
+                sent = 0
+            except OSError as exc:
+                raise TransferError(f"the connection broke: {exc}") from exc
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+                self._hear()
+
+    def close(self) -> None:
+        """Close the connection; calls in other threads fail. Idempotent."""
+        with suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _hear(self, *, is_idle: bool = False, flags: int = socket.MSG_DONTWAIT) -> None:
+        """Read what the reading host has sent. Raises TransferError where it is gone or silent."""
+        try:
+            got = self._socket.recv(4096, flags)
+        except BlockingIOError:
+            silent = time.monotonic() - self._heard_at
+            if is_idle:
+                self._heard_at = time.monotonic()
+            elif silent > self._patience_s:
+                raise TransferTimeout(f"no sign of life for {silent:.3g} s") from None
+            return
+        except OSError as exc:
+            raise TransferError(f"the connection broke: {exc}") from exc
+        if not got:
+            raise TransferError("the connection was closed")
+        self._heard_at = time.monotonic()
+        self._unread += got
+        if len(self._unread) > 1 << 16:
+            raise ProtocolError("the connection carries something else than requests")
+
+    def _parsed(self) -> Request | None:
+        """Return the first request among what was read; signs of life are dropped."""
+        while len(self._unread) >= _REQUEST.size:
+            magic, kind, epoch, first = _REQUEST.unpack_from(self._unread)
+            self._unread = self._unread[_REQUEST.size :]
+            if magic != _REQUEST_MAGIC or kind > 2:
+                raise ProtocolError("the connection carries something else than requests")
+            if kind:
+                return Request(epoch, first, kind == 2)
+        return None
+
+    def _send(self, data: bytes) -> None:
+        with self._sends:
+            try:
+                self._socket.sendall(data, socket.MSG_NOSIGNAL)
+            except OSError as exc:
+                raise TransferError(f"the connection broke: {exc}") from exc
+
+    def _receive(self, view: memoryview, check: Check, deadline: float | None = None) -> None:
+        begun = time.monotonic()
+        self._heard_at = max(self._heard_at, begun)
+        while len(view):
+            try:
+                got = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
+            except BlockingIOError:
+                got = -1
+            except OSError as exc:
+                raise TransferError(f"the connection broke: {exc}") from exc
+            now = time.monotonic()
+            if got == 0:
+                raise TransferError("the connection was closed")
+            if got > 0:
+                self._heard_at = now
+                view = view[got:]
+            elif now - self._heard_at > self._patience_s or (deadline and now > deadline):
+                raise TransferTimeout(f"no sign of life for {now - self._heard_at:.3g} s")
+            if len(view):
+                check()
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel find out that the other host is gone, within some 20 s."""
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, 3),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,80 @@
+"""The payloads of the messages between the two engines of `tcp`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.wire.offers import KeyedHandle, Message, ProbeInfo, Seconds, SegmentHandle, Size
+from weightsync.wire.struct_types import prepare
+
+SECRET_NBYTES = 16
+
+
+class Peer(Message, frozen=True, kw_only=True):
+    """A process that serves chunks at an address: the sender, or one receiver of a host.
+
+    `place` is the reader index of that receiver, -1 for the sender. `name` is for messages.
+    """
+
+    name: Annotated[str, Meta(max_length=1024)]
+    place: Annotated[int, Meta(ge=-1, le=1 << 32)]
+    address: Annotated[str, Meta(min_length=1, max_length=256)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class RingShape(Message, frozen=True, kw_only=True):
+    """The sizes of the ring that a receiver creates for its host, as of the sender's ring."""
+
+    num_readers: Annotated[int, Meta(ge=1, le=4096)]
+    entries: Annotated[int, Meta(ge=1, le=1 << 32)]
+    unit_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    num_buckets: Annotated[int, Meta(ge=1, le=1024)]
+    bucket_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
+
+
+class Membership(Message, frozen=True, kw_only=True):
+    """What the receiver that feeds its host needs: the `sender`, and its own `place`.
+
+    `secret` (hex) opens the connections of this sender's receivers to it and to each other.
+    """
+
+    sender: Peer
+    place: Annotated[int, Meta(ge=0, le=1 << 32)]
+    secret: Annotated[str, Meta(min_length=2 * SECRET_NBYTES, max_length=2 * SECRET_NBYTES)]
+    shape: RingShape
+    timeout_s: Seconds
+
+
+class TcpInit(Message, frozen=True, kw_only=True):
+    """A receiver's role: it feeds its host as a `member`, or reads the `ring` of one that does."""
+
+    member: Membership | None = None
+    ring: IpcInit | None = None
+
+
+class HostRing(Message, frozen=True, kw_only=True):
+    """The ring that a member created for its host, as reader 0, and where it serves chunks."""
+
+    control: SegmentHandle
+    data: KeyedHandle
+    probe: ProbeInfo
+    peer: Peer
+
+
+class RelayedUpdate(RingUpdate, frozen=True, kw_only=True):
+    """A packed update, and what a member needs for it.
+
+    `readers` are the reader indices on the ring of its host. `sources` serve the chunks, the best
+    first and the sender last. `followers` are the places of the hosts after this one, nearest
+    first; they read from the nearest host before them that works.
+    """
+
+    readers: Annotated[list[Size], Meta(max_length=4096)] = field(default_factory=list)
+    sources: Annotated[list[Peer], Meta(max_length=4096)] = field(default_factory=list)
+    followers: Annotated[list[Size], Meta(max_length=4096)] = field(default_factory=list)
+
+
+prepare(TcpInit, HostRing, RelayedUpdate)

@@ -1,0 +1,212 @@
+"""The `tcp` backend's receiver engine.
+
+One receiver of each host is the member: it creates a ring for its host, and its HostRelay fills
+that. All receivers of the host read the ring: the member as reader 0, the others as readers of an
+ordinary ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+
+from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
+from weightsync.backends.ipc.memory import Buckets, ProbeMemory
+from weightsync.backends.ipc.payload import IpcInit
+from weightsync.backends.ipc.receiver import IpcWeightTransferEngine
+from weightsync.backends.tcp.payload import (
+    HostRing,
+    Membership,
+    Peer,
+    RelayedUpdate,
+    RingShape,
+    TcpInit,
+)
+from weightsync.backends.tcp.relay import HostRelay, RelayUpdate
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.shm.ring import Control
+from weightsync.specs import Manifest
+from weightsync.weights.layout import StreamLayout
+from weightsync.wire.codec import decode_payload, manifest_from_wire
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
+from weightsync.wire.offers import InitInfo, RingInfo, SegmentHandle
+
+MEMBER_READER = 0
+_WAIT_S = 0.05
+
+
+class TcpWeightTransferEngine(WeightTransferEngine):
+    """Receives a sender's chunks over the network for a whole host, and reads them as reader 0.
+
+    On a host with several receivers the others only read the ring that this engine fills.
+    """
+
+    exclusive: ClassVar[bool] = True  # /dev/shm may have no room for two rings
+
+    def __init__(self, device_keys: Sequence[str]) -> None:
+        self._inner = IpcWeightTransferEngine(device_keys, relayed=True)
+        self._kept = ExitStack()
+        self._membership: Membership | None = None
+        self._ring: HostRing | None = None
+        self._control: Control | None = None
+        self._relay: HostRelay | None = None
+        self._whole_sizes: list[int] = []
+        self._at_work = False
+
+    def check_init_info(self, init_info: InitInfo) -> None:
+        """Decode the payload. Raises ProtocolError."""
+        offer = decode_payload(init_info.payload, TcpInit)
+        if offer.ring is None and offer.member is None:
+            raise ProtocolError("the init_info makes this receiver neither a member nor a reader")
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Create the host's ring and connect to the sender, or open the ring of a member.
+
+        Raises SegmentError where `/dev/shm` has no room, TransferError and ConnectError where the
+        sender cannot be reached.
+        """
+        offer = decode_payload(init_info.payload, TcpInit)
+        try:
+            if offer.ring is not None:
+                self._inner.init_transfer_engine(replace(init_info, payload=offer.ring))
+            elif offer.member is not None:
+                self._open(init_info, offer.member)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def init_reply(self) -> HostRing | None:
+        """Return the ring that this engine created, for the other receivers of this host."""
+        return self._ring
+
+    def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
+        """Load an update into its load target, while the relay fills the ring.
+
+        Raises the error of the relay, which names the hosts, rather than its consequences.
+        """
+        update = decode_payload(update_info.payload, RelayedUpdate)
+        info = replace(update_info, payload=update)
+        relay, membership = self._relay, self._membership
+        if relay is None or membership is None:
+            return self._inner.receive_weights(info, context)
+        relay_update = _relay_update(info, update, membership.shape, self._whole_sizes)
+        relay.submit(relay_update)
+        self._at_work = True
+
+        def check() -> None:
+            context.check()
+            relay.check(relay_update)
+
+        try:
+            received = self._inner.receive_weights(info, dataclasses.replace(context, check=check))
+            while not relay_update.done.wait(_WAIT_S):
+                check()
+            check()
+        except BaseException as exc:
+            cause = relay_update.error
+            relay_update.fail(exc if isinstance(exc, WeightSyncError) else ProtocolError(repr(exc)))
+            if cause is not None and cause is not exc:
+                raise cause from exc
+            raise
+        finally:
+            self._at_work = False
+        return received
+
+    def sender_alive(self) -> bool | None:
+        """Whether the connection to the sender's process, on another host, is open.
+
+        Returns None where it is lost: the sender may live, and connect this receiver again.
+        """
+        if self._membership is None:
+            return self._inner.sender_alive()
+        return True if self._relay is not None and self._relay.sender_alive else None
+
+    def beat(self) -> None:
+        self._inner.beat()
+        if self._at_work and self._control is not None:
+            self._control.beat_writer()
+
+    def usage(self) -> list[SharedMemoryUsage]:
+        """Return the mappings of this engine. A member owns its ring."""
+        owns = self._membership is not None
+        return [replace(entry, owner=owns) for entry in self._inner.usage()]
+
+    def shutdown(self) -> None:
+        """Close the connections, free the ring. Idempotent."""
+        relay, self._relay = self._relay, None
+        kept = self._kept.pop_all()
+        self._ring = None
+        self._inner.shutdown()
+        if relay is None:
+            kept.close()
+        else:
+            relay.close(kept.close)
+        self._control = None
+
+    def _open(self, init_info: InitInfo, membership: Membership) -> None:
+        shape = membership.shape
+        control = Control.create(
+            slots=shape.num_buckets, readers=shape.num_readers, entries=shape.entries
+        )
+        self._kept.callback(control.close)
+        control.offered = init_info.generation
+        ring = Buckets(shape.num_buckets, shape.bucket_nbytes, torch.device("cpu"))
+        self._kept.callback(ring.close)
+        probe = ProbeMemory()
+        self._kept.callback(probe.close)
+        relay = self._relay = HostRelay(membership, control, ring.tensors)
+        self._ring = HostRing(
+            control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
+            data=ring.handle(),
+            probe=probe.info(),
+            peer=Peer(name="", place=membership.place, address=relay.address, port=relay.port),
+        )
+        self._control = control
+        own = init_of(self._ring, shape, MEMBER_READER)
+        self._inner.init_transfer_engine(replace(init_info, payload=own))
+        self._whole_sizes = _chunk_sizes(manifest_from_wire(init_info.manifest), shape)
+        self._membership = membership
+
+
+def init_of(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
+    """Return the init payload of reader `reader` of a host's ring."""
+    return IpcInit(
+        probe=ring.probe,
+        control=ring.control,
+        reader=reader,
+        num_readers=shape.num_readers,
+        entries=shape.entries,
+        unit_nbytes=shape.unit_nbytes,
+        ring=RingInfo(
+            data=ring.data, num_buckets=shape.num_buckets, bucket_nbytes=shape.bucket_nbytes
+        ),
+    )
+
+
+def _relay_update(
+    info: RegisteredUpdate, update: RelayedUpdate, shape: RingShape, whole: list[int]
+) -> RelayUpdate:
+    if not update.packed:
+        raise ProtocolError("receivers on other hosts are sent packed updates only")
+    part = info.manifest
+    return RelayUpdate(
+        epoch=update.epoch,
+        base=update.base,
+        readers=sorted({MEMBER_READER, *update.readers}),
+        sizes=whole if part is None else _chunk_sizes(manifest_from_wire(part), shape),
+        sources=update.sources,
+        followers=update.followers,
+    )
+
+
+def _chunk_sizes(manifest: Manifest, shape: RingShape) -> list[int]:
+    """Return the bytes of each chunk, in the layout of this sender."""
+    layout = StreamLayout(
+        manifest, bucket_nbytes=shape.bucket_nbytes, unit_nbytes=shape.unit_nbytes
+    )
+    return [chunk.stop - chunk.start for chunk in layout.chunks]

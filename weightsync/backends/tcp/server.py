@@ -1,0 +1,156 @@
+"""Serves the chunks of a window to the hosts that connect."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request
+from weightsync.backends.tcp.window import NO_BYTES, ChunkWindow, Cursor
+from weightsync.errors import ConnectError, WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S = 5.0
+_BEAT_S = 0.5
+_MOST_CONNECTIONS = 256
+_KNOWN_AFTER_S = 30.0
+"""How long a host that asks for an update is kept waiting that has not begun here."""
+
+
+class ChunkServer:
+    """A port of `address` at which hosts that know `secret` read the chunks of `window`.
+
+    A thread accepts, and each connection has one. A connection that never asks for anything shows
+    its other end that this process lives. Raises ConnectError where the address is none of this
+    host's.
+    """
+
+    def __init__(self, address: str, secret: bytes, window: ChunkWindow, patience_s: float) -> None:
+        self._secret = secret
+        self._window = window
+        self._patience_s = patience_s
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._listening = socket.create_server(
+                (address, 0), family=family_of(address), backlog=1024
+            )
+        except OSError as exc:
+            raise ConnectError(
+                f"cannot listen on {address}: {exc}; give an address of this host"
+            ) from exc
+        self.port = int(self._listening.getsockname()[1])
+        threading.Thread(target=self._accept, name="weightsync-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the port and all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listening.close()
+        for connection in connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # no descriptors, perhaps
+                continue
+            with self._lock:
+                if self._closed or len(self._connections) >= _MOST_CONNECTIONS:
+                    sock.close()
+                    continue
+                connection = Connection(sock, self._patience_s)
+                self._connections.add(connection)
+            threading.Thread(
+                target=self._run, args=(connection,), name="weightsync-serve", daemon=True
+            ).start()
+
+    def _run(self, connection: Connection) -> None:
+        try:
+            place = connection.hear_hello(self._secret, _HELLO_S)
+            if place is not None:
+                self._serve(connection, place)
+        except (WeightSyncError, OSError) as exc:
+            logger.debug("a connection ends: %s", exc)
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _serve(self, connection: Connection, place: int) -> None:
+        while True:
+            request = connection.wait_for_request(lambda: self._closed)
+            if request is None:
+                return
+            cursor = self._attach(connection, place, request)
+            if isinstance(cursor, Cursor):
+                self._send_update(connection, cursor)
+
+    def _attach(self, connection: Connection, place: int, request: Request) -> Cursor | None:
+        """Wait for the update that is asked for; answer GONE where it does not begin in time."""
+        asked_at = beat_at = time.monotonic()
+        while not self._closed:
+            cursor = self._window.attach(
+                place, request.epoch, request.first, is_next=request.is_next
+            )
+            if cursor is not None:
+                return cursor
+            newer = connection.request(is_idle=request.is_next)
+            if newer is not None:  # it does not wait for this any more
+                request, asked_at = newer, time.monotonic()
+            now = time.monotonic()
+            if not request.is_next and now - asked_at > min(_KNOWN_AFTER_S, self._patience_s):
+                connection.send_frame(Frame(FrameKind.GONE, request.epoch), (), NO_BYTES)
+                return None
+            if not request.is_next and now - beat_at > _BEAT_S:
+                beat_at = now
+                connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
+        return None
+
+    def _send_update(self, connection: Connection, cursor: Cursor) -> None:
+        beat_at = time.monotonic()
+        try:
+            while not self._closed:
+                offer = self._window.next(cursor)
+                if offer is None:
+                    connection.request()
+                    if time.monotonic() - beat_at > _BEAT_S:
+                        beat_at = time.monotonic()
+                        connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
+                    continue
+                beat_at = time.monotonic()
+                frame = Frame(
+                    offer.kind,
+                    cursor.epoch,
+                    offer.chunk,
+                    offer.chunks,
+                    len(offer.data),
+                    len(offer.fingerprints),
+                )
+                connection.send_frame(frame, offer.fingerprints, offer.data)
+                if offer.kind is not FrameKind.CHUNK or self._window.sent(cursor):
+                    return
+        finally:
+            self._window.detach(cursor)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an IP address; a name counts as IPv4."""
+    try:
+        v6 = ipaddress.ip_address(address).version == 6
+    except ValueError:
+        v6 = False
+    return socket.AF_INET6 if v6 else socket.AF_INET

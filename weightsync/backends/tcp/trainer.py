@@ -1,0 +1,313 @@
+"""The `tcp` backend's trainer engine: serves the ring of rank 0 to receivers on other hosts.
+
+One receiver of each host is a member, which feeds its host. The first member reads from the sender,
+each other one from the member before it, or from the nearest that works. So the bytes leave the
+sender once, whatever the number of hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from weightsync.backends.base import (
+    Check,
+    Handshake,
+    Mark,
+    Reader,
+    Round,
+    TrainerWeightTransferEngine,
+    TransferOptions,
+    TransferProgress,
+    decode_payload,
+)
+from weightsync.backends.ipc.payload import IpcInit
+from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.tcp.payload import (
+    SECRET_NBYTES,
+    HostRing,
+    Membership,
+    Peer,
+    RelayedUpdate,
+    RingShape,
+    TcpInit,
+)
+from weightsync.backends.tcp.receiver import MEMBER_READER, init_of
+from weightsync.backends.tcp.relay import patience_of
+from weightsync.backends.tcp.server import ChunkServer
+from weightsync.backends.tcp.uplink import Uplink
+from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.errors import ConnectError, TransferError
+from weightsync.shm.addresses import is_loopback, source_address
+from weightsync.shm.host_keys import host_key
+from weightsync.weights.source import WeightSource
+
+ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
+"""Environment variable: the address at which receivers on other hosts reach this host."""
+
+
+@dataclass(slots=True)
+class _Host:
+    """The readers of one host and their indices on its ring; the member's is 0."""
+
+    peer: Peer
+    ring: HostRing
+    on_ring: dict[int, int]
+    used: int = 1
+
+    @classmethod
+    def of(cls, member: Reader, made: Any) -> _Host:
+        """Return the host of a member that has replied to its init message."""
+        if made is None:
+            raise TransferError(f"{member.target}: no ring was created on its host")
+        ring = decode_payload(made, HostRing)
+        peer = Peer(
+            name=member.target, place=member.index, address=ring.peer.address, port=ring.peer.port
+        )
+        return cls(peer, ring, {member.index: MEMBER_READER})
+
+    @property
+    def has_member(self) -> bool:
+        """Whether the member, which feeds the host, is still there."""
+        return self.peer.place in self.on_ring
+
+    def place(self, reader: int) -> int:
+        """Return the index of a reader on the ring, a new one for a new reader."""
+        if reader not in self.on_ring:
+            self.on_ring[reader] = self.used
+            self.used += 1
+        return self.on_ring[reader]
+
+
+class TcpTrainerEngine(TrainerWeightTransferEngine):
+    """Serves the chunks of rank 0's ring. Hosts join and leave without the others."""
+
+    def __init__(self, ring: IpcTrainerEngine, options: TransferOptions) -> None:
+        self._ring = ring
+        self._timeout_s = options.timeout_s
+        self._secret = secrets.token_bytes(SECRET_NBYTES)
+        self._hosts: dict[str, _Host] = {}
+        self._window: ChunkWindow | None = None
+        self._server: ChunkServer | None = None
+        self._address = ""
+        self._uplink: Uplink | None = None
+
+    def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
+        """Make one reader of each new host its member, then connect the others to its ring."""
+        for reader in readers:
+            self.remove_reader(reader.index)
+        by_host: dict[str, list[Reader]] = {}
+        for reader in readers:
+            by_host.setdefault(reader.host or reader.target, []).append(reader)
+        shape = ring_shape(self._ring.offer(RELAY_READER, generation))
+        members = {host: found[0] for host, found in by_host.items() if not self._is_fed(host)}
+        if members:
+            self._listen(list(members.values()), shape)
+            replies = yield Round(
+                messages={
+                    member.index: TcpInit(member=self._membership(member.index, shape))
+                    for member in members.values()
+                }
+            )
+            if replies.failed:
+                return ()
+            for host, member in members.items():
+                self._hosts[host] = _Host.of(member, replies.payloads.get(member.index))
+        others = {
+            reader.index: TcpInit(ring=init_of(self._hosts[host].ring, shape, place))
+            for host, on_host in by_host.items()
+            for reader in on_host
+            if (place := self._hosts[host].place(reader.index)) != MEMBER_READER
+        }
+        if others:
+            replies = yield Round(messages=others)
+            for index in replies.failed:
+                self.remove_reader(index)
+        return ()
+
+    def base_readers(self, readers: Sequence[int]) -> list[int]:
+        """Return the one reader index that serves all other hosts."""
+        return [RELAY_READER] if readers else []
+
+    def begin(
+        self, readers: Sequence[int], *, verify: bool, source: WeightSource
+    ) -> dict[int, RelayedUpdate]:
+        """Start to serve the update that the ring has begun."""
+        window = self._window
+        if window is None:
+            raise TransferError("no receiver on another host is connected")
+        wanted = set(readers)
+        taking = [host for host in self._hosts.values() if wanted.intersection(host.on_ring)]
+        lost = [host.peer.name for host in taking if host.peer.place not in wanted]
+        if lost:
+            raise TransferError(f"the receiver that feeds the host of {lost[0]} takes no part")
+        places = [host.peer.place for host in taking]
+        stream = self._ring.stream
+        updates: dict[int, RelayedUpdate] = {}
+        for i, host in enumerate(taking):
+            reading = {index: at for index, at in host.on_ring.items() if index in wanted}
+            plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True)
+            updates.update(dict.fromkeys(reading, plain))
+            updates[host.peer.place] = replace(
+                plain,
+                readers=sorted(reading.values()),
+                sources=[*(before.peer for before in reversed(taking[:i])), self._sender],
+                followers=places[i + 1 :],
+            )
+        self._uplink = Uplink(self._ring, RELAY_READER, window, places, source)
+        return updates
+
+    def transfer(self, check: Check) -> None:
+        """Wait until every chunk is with the first host that works."""
+        if self._uplink is not None:
+            self._uplink.finish(check)
+
+    def check(self) -> None:
+        """Raise the error of the thread that reads the ring."""
+        if self._uplink is not None:
+            self._uplink.check()
+
+    def cancel(self) -> None:
+        """Tell the hosts that the update is given up."""
+        if self._uplink is not None:
+            self._uplink.stop()
+
+    def end(self) -> None:
+        """End the update."""
+        self.cancel()
+        self._uplink = None
+
+    @property
+    def table_digest(self) -> str | None:
+        """The digest of the ring, whose chunks are sent unchanged."""
+        return self._ring.table_digest
+
+    def unready(self, readers: Sequence[int]) -> list[int]:
+        """Return the readers whose host has lost the one that fed it."""
+        return [
+            index
+            for host in self._hosts.values()
+            for index in host.on_ring
+            if index in readers and not host.has_member
+        ]
+
+    def remove_reader(self, reader: int) -> None:
+        """Remove a reader. If it fed its host, the host's others need another handshake."""
+        for key, host in list(self._hosts.items()):
+            host.on_ring.pop(reader, None)
+            if not host.on_ring:
+                del self._hosts[key]
+
+    def progress(self) -> TransferProgress:
+        """Return the progress of the first host."""
+        return _UplinkProgress(self._ring)
+
+    def close(self) -> None:
+        """Close the port and all connections."""
+        self.end()
+        window, self._window = self._window, None
+        server, self._server = self._server, None
+        if window is not None:
+            window.close()
+        if server is not None:
+            server.close()
+        self._hosts.clear()
+
+    @property
+    def _sender(self) -> Peer:
+        port = self._server.port if self._server is not None else 0
+        return Peer(name="the sender", place=-1, address=self._address, port=port)
+
+    def _membership(self, place: int, shape: RingShape) -> Membership:
+        return Membership(
+            sender=self._sender,
+            place=place,
+            secret=self._secret.hex(),
+            shape=shape,
+            timeout_s=self._timeout_s,
+        )
+
+    def _is_fed(self, host: str) -> bool:
+        """Whether a member feeds this host; one that lost it is forgotten."""
+        known = self._hosts.get(host)
+        if known is not None and not known.has_member:
+            del self._hosts[host]
+        return host in self._hosts
+
+    def _listen(self, members: Sequence[Reader], shape: RingShape) -> None:
+        """Listen at an address that these hosts can reach, the first time."""
+        if self._server is not None:
+            return
+        self._address = _address_for_all(members)
+        patience_s = patience_of(self._timeout_s)
+        self._window = ChunkWindow(max(shape.num_buckets // 2, 1), patience_s)
+        self._server = ChunkServer(self._address, self._secret, self._window, patience_s)
+
+
+class _UplinkProgress:
+    """The progress of the one reader of the ring, for all readers."""
+
+    def __init__(self, ring: IpcTrainerEngine) -> None:
+        self._own = ring.reader_progress
+        self.layout, self.packed = self._own.layout, self._own.packed
+
+    @property
+    def marks(self) -> list[Mark] | None:
+        return self._own.marks
+
+    @marks.setter
+    def marks(self, marks: list[Mark] | None) -> None:
+        self._own.marks = marks
+
+    @property
+    def num_buckets(self) -> int:
+        return self._own.num_buckets
+
+    def taken_nbytes(self, reader: int) -> int:
+        return self._own.taken_nbytes(RELAY_READER)
+
+
+def ring_shape(ring: IpcInit) -> RingShape:
+    """Return the shape of a member's ring: the sender's own."""
+    return RingShape(
+        num_readers=ring.num_readers,
+        entries=ring.entries,
+        unit_nbytes=ring.unit_nbytes,
+        num_buckets=ring.ring.num_buckets,
+        bucket_nbytes=ring.ring.bucket_nbytes,
+    )
+
+
+def _address_for_all(members: Sequence[Reader]) -> str:
+    """Return an address that all members can reach: loopback if none is on another host."""
+    elsewhere = [member for member in members if member.host != host_key()]
+    return address_for(elsewhere[0]) if elsewhere else "127.0.0.1"
+
+
+def address_for(reader: Reader) -> str:
+    """Return the address of this host that a receiver on another host can reach.
+
+    It is WEIGHTSYNC_ADDRESS where that is set; otherwise the source address of the route to the
+    target's URL; otherwise `local_address` of the transport, or the source address of the default
+    route. Raises ConnectError when there is none.
+    """
+    configured = os.environ.get(ADDRESS_VARIABLE)
+    if configured:
+        return configured
+    host = urlsplit(reader.route).hostname if "://" in reader.route else None
+    known = None if host else reader.local_address
+    if known and not is_loopback(known):
+        return known
+    try:
+        return source_address(host or "192.0.2.1")  # RFC 5737: not in use
+    except OSError as exc:
+        raise ConnectError(
+            f"cannot find the address at which {reader.target} reaches this host: {exc}; "
+            f"set {ADDRESS_VARIABLE}"
+        ) from exc

@@ -1,0 +1,136 @@
+"""The sender's end: reads the chunks of its own ring, and offers them to the hosts that read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from weightsync.backends.base import Check
+from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.tcp.window import ChunkWindow, Read
+from weightsync.errors import BackendUnavailableError, TransferError, WeightSyncError
+from weightsync.interpreter_exit import end_at_exit
+from weightsync.shm.ring import RingReader
+from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.source import WeightSource
+
+_WAIT_S = 0.05
+
+
+class _Stopped(TransferError):
+    """The update was aborted by its sender."""
+
+
+class Uplink:
+    """One update: reads the ring as `reader`, in a thread, and fills `window`.
+
+    Chunks that left the window are read again from the source, where its tensors stay: so a host
+    whose source died may ask for any chunk, until the update ends.
+    """
+
+    def __init__(
+        self,
+        engine: IpcTrainerEngine,
+        reader: int,
+        window: ChunkWindow,
+        followers: Sequence[int],
+        source: WeightSource,
+    ) -> None:
+        stream = engine.stream
+        if (device := stream.buckets[0].device).type != "cpu":
+            raise BackendUnavailableError(
+                f"the path tcp sends from host memory, and this ring is on {device}; take path "
+                "shared_memory, which stages through the host"
+            )
+        self.error: WeightSyncError | None = None
+        self._stream = stream
+        self._window = window
+        self._chunks = stream.layout.chunks
+        self._reader = RingReader(
+            stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
+        )
+        engine.never_spin()
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        stable = source.stable_tensors()
+        again = None if stable is None else reread(stream.layout, stable)
+        window.begin(stream.epoch, len(self._chunks), followers, again)
+        self._thread = threading.Thread(target=self._run, name="weightsync-uplink", daemon=True)
+        self._thread.start()
+        end_at_exit(self)
+
+    def check(self) -> None:
+        """Raise the error of this update, if it has failed."""
+        if self.error is not None:
+            raise self.error
+
+    def finish(self, check: Check) -> None:
+        """Wait until the hosts that read here have every chunk."""
+        while not self._ended.wait(_WAIT_S):
+            check()
+        self.check()
+
+    def stop(self) -> None:
+        """Abort the update, unless it is complete, and let go of its memory. Idempotent."""
+        if not self._ended.is_set():
+            self._window.abort()
+        self._stop.set()
+        self._thread.join()
+        self._window.release()
+
+    def end(self, timeout_s: float) -> None:
+        """Have the thread end, and wait at most `timeout_s` for it. Idempotent."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._read_all()
+        except WeightSyncError as exc:
+            self._window.abort()
+            self.error = exc
+        except Exception as exc:  # noqa: BLE001 # the caller that waits must get any error
+            self._window.abort()
+            self.error = TransferError(f"the chunks of this update could not be read: {exc!r}")
+        finally:
+            self._ended.set()
+
+    def _read_all(self) -> None:
+        stream, window = self._stream, self._window
+        room = stream.control.entries // stream.control.slots
+        for j, chunk in enumerate(self._chunks):
+            window.make_room(j, self._check)
+            if j >= window.slots:
+                self._reader.release(j - window.slots)
+            bucket = self._reader.wait(j, check=self._check, timeout_s=stream.timeout_s)
+            count = chunk.last_unit - chunk.first_unit if stream.verify else 0
+            fingerprints = stream.control.fingerprints(bucket * room, count)
+            data = stream.buckets[bucket][: chunk.stop - chunk.start]
+            window.offer(j, data.numpy().data, fingerprints)
+        window.complete(self._check)
+        if self._chunks:
+            self._reader.release(len(self._chunks) - 1)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped("the update was aborted by its sender")
+
+
+def reread(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> Read:
+    """Return a function that reads chunk `j` of the stream from the source's own tensors."""
+    specs = layout.manifest.specs
+
+    def read(j: int) -> memoryview:
+        chunk = layout.chunks[j]
+        made = torch.zeros(chunk.stop - chunk.start, dtype=torch.uint8)
+        for part in layout.slices(chunk.start, chunk.stop):
+            spec, tensor = specs[part.index], tensors[part.index]
+            flat = contiguous_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]))
+            begin = part.start - chunk.start
+            made[begin : begin + part.nbytes] = flat[part.begin : part.begin + part.nbytes]
+        return made.numpy().data
+
+    return read

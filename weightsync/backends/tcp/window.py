@@ -1,0 +1,205 @@
+"""The newest chunks of an update in one process, for the hosts that read them from here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weightsync.backends.tcp.connection import FrameKind
+
+Read = Callable[[int], memoryview]
+"""Returns the bytes of a chunk."""
+_LOOK_S = 0.2
+NO_BYTES = memoryview(b"")
+
+
+@dataclass(slots=True, eq=False)
+class Cursor:
+    """One host that reads: `place` says which, `at` is the chunk that it gets next."""
+
+    place: int
+    epoch: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a cursor gets next: a chunk, or the kind of frame that says why there is none."""
+
+    kind: FrameKind
+    chunk: int = 0
+    chunks: int = 0
+    fingerprints: Sequence[int] = ()
+    data: memoryview = NO_BYTES
+
+
+class ChunkWindow:
+    """The last `slots` chunks of the newest update; any number of hosts read them.
+
+    The one thread that fills it calls `begin`, then `make_room` and `offer` for each chunk, then
+    `complete`. `make_room` waits for the hosts that read, and for the nearest follower, as long as
+    `hold_s`: that host may come late, or take the place of one that died. `again` reads a chunk
+    that is no longer in the window. A process whose update fails for itself calls `fail`, and one
+    that learns that the sender gave it up, `abort`.
+    """
+
+    def __init__(self, slots: int, hold_s: float) -> None:
+        self.slots = slots
+        self._hold_s = hold_s
+        self._changed = threading.Condition()
+        self._cursors: set[Cursor] = set()
+        self._close_now = False
+        self._reset(0, 0, [], None)
+
+    def _reset(self, epoch: int, chunks: int, followers: list[int], again: Read | None) -> None:
+        self.epoch = epoch
+        self._chunks = chunks
+        self._followers = followers if chunks else []
+        self._members = frozenset(followers)
+        self._again = again
+        self._data: dict[int, memoryview] = {}
+        self._fingerprints: list[Sequence[int]] = []
+        self._ended: FrameKind | None = None
+        self._hold_until = time.monotonic() + self._hold_s
+
+    def begin(
+        self, epoch: int, chunks: int, followers: Sequence[int], again: Read | None = None
+    ) -> None:
+        """Begin an update. Hosts that still read an older one lose it."""
+        with self._changed:
+            self._reset(epoch, chunks, list(followers), again)
+            self._cursors = {cursor for cursor in self._cursors if cursor.epoch >= epoch}
+            self._changed.notify_all()
+
+    def make_room(self, chunk: int, check: Callable[[], None]) -> None:
+        """Wait until the memory of chunk `chunk - slots` may be overwritten, and forget it."""
+        last = chunk - self.slots
+        while True:
+            with self._changed:
+                if last < 0 or self._is_free(last):
+                    self._data.pop(last, None)
+                    return
+                self._changed.wait(_LOOK_S)
+            check()
+
+    def _is_free(self, chunk: int) -> bool:
+        if any(cursor.at <= chunk for cursor in self._cursors):
+            return False
+        if not self._followers or self._close_now:
+            return True
+        nearest = self._followers[0]
+        if any(cursor.place == nearest for cursor in self._cursors):
+            return True
+        return time.monotonic() > self._hold_until
+
+    def offer(self, chunk: int, data: memoryview, fingerprints: Sequence[int]) -> None:
+        """Add a chunk, whose memory stays as it is until `make_room` says that it is free."""
+        with self._changed:
+            self._data[chunk] = data
+            self._fingerprints.append(fingerprints)
+            self._changed.notify_all()
+
+    def complete(self, check: Callable[[], None]) -> None:
+        """Wait until the hosts that read, and the nearest follower, have all chunks."""
+        while True:
+            with self._changed:
+                if self._is_free(self._chunks - 1):
+                    return
+                self._changed.wait(_LOOK_S)
+            check()
+
+    def fail(self) -> None:
+        """End the update in this process alone: its readers go to other sources."""
+        self._end(FrameKind.FAILED)
+
+    def abort(self) -> None:
+        """End the update for all hosts that read it here."""
+        self._end(FrameKind.ABORTED)
+
+    def release(self) -> None:
+        """Let go of the memory of all chunks, which is about to be used otherwise."""
+        with self._changed:
+            self._data.clear()
+            self._again = None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._close_now = True
+            self._ended = self._ended or FrameKind.FAILED
+            self._data.clear()
+            self._changed.notify_all()
+
+    def _end(self, kind: FrameKind) -> None:
+        with self._changed:
+            self._ended = self._ended or kind
+            self._changed.notify_all()
+
+    # Threads that serve
+
+    def attach(self, place: int, epoch: int, first: int, *, is_next: bool) -> Cursor | None:
+        """Return a cursor of the host at `place`, None until the update that it asks for is here.
+
+        With `is_next` that is the first update after `epoch` that follows this host with `place`.
+        """
+        with self._changed:
+            comes = self.epoch > epoch and place in self._members
+            if not (comes if is_next else self.epoch >= epoch):
+                self._changed.wait(_LOOK_S)
+                return None
+            cursor = Cursor(place, self.epoch if is_next else epoch, first)
+            if cursor.epoch == self.epoch:
+                self._cursors.add(cursor)
+                if place in self._followers:
+                    self._drop_before(place)
+            return cursor
+
+    def _drop_before(self, place: int) -> None:
+        """Wait no more for followers that are nearer than the one that came."""
+        # One that comes later finds what is in the window, or goes to another source.
+        self._followers = self._followers[self._followers.index(place) :]
+        self._changed.notify_all()
+
+    def detach(self, cursor: Cursor) -> None:
+        """Forget a cursor. After a host that was lost the window waits for the next follower.
+
+        A host that has all chunks serves those that follow it.
+        """
+        with self._changed:
+            self._cursors.discard(cursor)
+            if cursor.epoch == self.epoch and cursor.place in self._followers:
+                if cursor.at >= self._chunks:
+                    self._followers.clear()
+                else:
+                    self._followers.remove(cursor.place)
+                    self._hold_until = time.monotonic() + self._hold_s
+            self._changed.notify_all()
+
+    def next(self, cursor: Cursor) -> Offer | None:
+        """Return what this host gets next; None after a short wait without anything."""
+        with self._changed:
+            if cursor.epoch != self.epoch:
+                return Offer(FrameKind.GONE)
+            if self._ended is not None:
+                return Offer(self._ended)
+            if cursor.at >= len(self._fingerprints):
+                self._changed.wait(_LOOK_S)
+                return None
+            at, again = cursor.at, self._again
+            data = self._data.get(at)
+            if data is None and again is None:
+                return Offer(FrameKind.GONE)
+            fingerprints = self._fingerprints[at]
+        if data is None and again is not None:
+            data = again(at)
+        return Offer(FrameKind.CHUNK, at, self._chunks, fingerprints, data or NO_BYTES)
+
+    def sent(self, cursor: Cursor) -> bool:
+        """Note that this host has its chunk; return whether it was the last one."""
+        with self._changed:
+            cursor.at += 1
+            self._changed.notify_all()
+            return cursor.at >= self._chunks
