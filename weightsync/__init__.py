@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.sender import WeightSender, close, connect, send_weights
     from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
+    from weightsync.weights.patches import SparseWeightPatch
     from weightsync.weights.safetensors_source import SafetensorsSource
     from weightsync.weights.sink import HookSink, WeightSink
     from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
@@ -98,6 +99,7 @@ __all__ = [
     "SenderConflictError",
     "SenderReplacedError",
     "ShardedModuleSink",
+    "SparseWeightPatch",
     "StaleVersionError",
     "StateDictSource",
     "SyncReport",
@@ -137,6 +139,7 @@ _MODULES = {
     "sender": ("WeightSender", "close", "connect", "send_weights"),
     "weights.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.module_sink": ("ModuleSink", "ShardedModuleSink"),
+    "weights.patches": ("SparseWeightPatch",),
     "weights.safetensors_source": ("SafetensorsSource",),
     "weights.sink": ("HookSink", "WeightSink"),
     "weights.source": ("ModuleSource", "StateDictSource", "WeightSource"),

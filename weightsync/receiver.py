@@ -76,7 +76,8 @@ class WeightReceiver:
     - `lease_s`: the longest time that an update may make no progress.
     - `version`: the version of the weights in use.
 
-    Every method is thread-safe. Raises ConfigError for an unsupported sink.
+    Every method is thread-safe. Raises ConfigError for an unsupported sink, and where a HookSink
+    with `load_patches` is to be `in_place`.
     """
 
     def __init__(  # noqa: PLR0913  # each is one hook of its owner's, with a default
@@ -95,6 +96,11 @@ class WeightReceiver:
     ) -> None:
         cleanup_stale()
         self.sink = as_sink(sink, manifest=manifest)
+        if apply == "in_place" and isinstance(self.sink, HookSink) and self.sink.load_patches:
+            raise ConfigError(
+                "load_patches is never called in place, where a hook is sent whole models; give "
+                'WeightReceiver(..., apply="staged"), or a HookSink without load_patches'
+            )
         self.instance = secrets.token_hex(8)
         self._session = ReceiverSession(
             self.sink,

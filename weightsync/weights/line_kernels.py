@@ -377,18 +377,23 @@ def mark(marks: Any, indices: Any) -> None:
         marks[index >> np.uint32(3)] |= np.uint8(1) << np.uint8(index & np.uint32(7))
 
 
-_VALUE_LANES = ir.VectorType(ir.IntType(16), 32)
+def _differing(builder: Any, lines: Sequence[Any], bits: int) -> Any:
+    """Return a bit for each of the numbers of `bits` bits in which two lines differ."""
+    lanes = ir.VectorType(ir.IntType(bits), 512 // bits)
+    rows = [builder.load(builder.inttoptr(line, lanes.as_pointer()), align=1) for line in lines]
+    return builder.bitcast(builder.icmp_unsigned("!=", *rows), ir.IntType(512 // bits))
 
 
 @_function(_u64, _u64, _u64)
 def _differing_values(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return a bit for each of the 32 values of two bytes in which two lines differ."""
-    rows = [
-        builder.load(builder.inttoptr(value, _VALUE_LANES.as_pointer()), align=1)
-        for value in values
-    ]
-    differs = builder.icmp_unsigned("!=", *rows)
-    return builder.zext(builder.bitcast(differs, _I32), _I64)
+    return builder.zext(_differing(builder, values, 16), _I64)
+
+
+@_function(_u64, _u64, _u64)
+def _differing_bytes(_: Any, builder: Any, values: Sequence[Any]) -> Any:
+    """Return a bit for each of the 64 bytes in which two lines differ."""
+    return _differing(builder, values, 8)
 
 
 @_function(_u64, _u64)
@@ -420,6 +425,33 @@ def list_changes(indices: Any, old: Any, new: Any, positions: Any, changes: Any)
             count += U(1)
             differs &= differs - U(1)
     return count
+
+
+@_compiled
+def list_differing_bytes(old: Any, new: Any, differing: Any) -> None:
+    """Write a bit for each byte in which two lines differ.
+
+    `old` and `new` are uint64[8 * n], `differing` is uint64[n].
+    """
+    before, now = U(old.ctypes.data), U(new.ctypes.data)
+    for i in range(len(differing)):
+        differing[i] = _differing_bytes(before + LINE * U(i), now + LINE * U(i))
+
+
+@_compiled
+def list_elements(lines: Any, bits: Any, width: Any, elements: Any) -> None:
+    """Write the position of the element of each bit, in elements of `width` bytes from line 0.
+
+    `bits` is uint64[n]: of the lines with these numbers, at most one bit for each element.
+    """
+    count = U(0)
+    for i in range(len(lines)):
+        left = bits[i]
+        first = U(lines[i]) * (LINE // width)
+        while left:
+            elements[count] = np.int64(first + _lowest_bit(left) // width)
+            count += U(1)
+            left &= left - U(1)
 
 
 @_compiled

@@ -83,6 +83,10 @@ def warm_up() -> None:
         compiled.list_changes(
             indices[:1], lines, lines, np.zeros(32, np.uint64), np.zeros(32, np.uint16)
         )
+        compiled.list_differing_bytes(lines, lines, np.zeros(8, np.uint64))
+        compiled.list_elements(
+            indices[:1], np.zeros(1, np.uint64), np.uint64(2), np.zeros(0, np.int64)
+        )
         compiled.list_lines(np.zeros(1, np.uint64), indices[:1])
         compiled.apply_changes(
             indices[:1], lines.view(np.uint16), np.zeros(1, np.uint64), np.zeros(1, np.uint16)
