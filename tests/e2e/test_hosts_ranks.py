@@ -66,7 +66,7 @@ def test_each_rank_feeds_its_own_host_and_rank_0_the_others(
         first, second = together(sharded.ranks, "send", version)
         assert first == second
         paths = [receiver.path for receiver in first.receivers]
-        assert paths == ["shared_memory", "shared_memory", "shared_memory", "gloo"]
+        assert paths == ["shared_memory", "shared_memory", "shared_memory", "tcp"]
         assert [receiver.target for receiver in first.receivers] == [r.url for r in sharded.fleet]
         assert first.verified == "held"
         assert first.control_messages == 2 * len(sharded.fleet)
@@ -97,7 +97,7 @@ def test_slow_receivers_that_cannot_answer_beside_their_work_are_waited_for(
     given = {"timeout_s": 2.0, "bucket_nbytes": 16 << 20}
     assert together(sharded.ranks, "connect_one_at_a_time", urls, **given) == [None, None]
     for report in together(sharded.ranks, "send", 1):
-        assert [receiver.path for receiver in report.receivers] == ["shared_memory", "gloo"]
+        assert [receiver.path for receiver in report.receivers] == ["shared_memory", "tcp"]
         slept = [max(receiver.seconds.values()) for receiver in report.receivers]
         assert min(slept) > 4.0
     sharded.check_all_hold(1)

@@ -398,6 +398,13 @@ class TrainerWeightTransferEngine(ABC):
         """
         return True
 
+    def unready(self, readers: Sequence[int]) -> list[int]:
+        """Return those of these readers that need another handshake before the next update.
+
+        Called on rank 0 only, before each update.
+        """
+        return []
+
     def remove_reader(self, reader: int) -> None:
         """Remove a reader that left the fleet. Called on rank 0 only."""
 

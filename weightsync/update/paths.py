@@ -242,10 +242,17 @@ class PathSelector:
         """
         answers: list[MemberReply] = []
         for name, own in _by_backend(members).items():
-            if not self._backend(name).collective:
+            engine = self._group.worker.engines.get(name)
+            if engine is None:
                 continue
-            if not self._group.worker.engines[name].is_ready([member.reader for member in own]):
-                answers += self._handshake(name, own)
+            readers = [member.reader for member in own]
+            if self._backend(name).collective:
+                unready = own if not engine.is_ready(readers) else []
+            else:
+                lost = engine.unready(readers)
+                unready = [member for member in own if member.rank == 0 and member.reader in lost]
+            if unready:
+                answers += self._handshake(name, unready)
         return answers
 
     def remove(self, member: Member) -> None:

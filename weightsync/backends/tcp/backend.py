@@ -29,7 +29,8 @@ class TcpBackend(Backend):
 
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
         """Return the path, for rank 0 only. The receiver's connection shows whether it works."""
-        return [Reach("tcp", TCP_COST)] if trainer.rank == 0 else []
+        why_not = "" if trainer.rank == 0 else "rank 0 sends to other hosts"
+        return [Reach("tcp", TCP_COST, why_not)]
 
     def adjust(self, options: TransferOptions) -> TransferOptions:
         """Set `packed`, and the same buckets for every ring of the sender: one table fits all."""

@@ -28,7 +28,9 @@ _REQUEST = struct.Struct("<IIQQ")
 _REQUEST_MAGIC = 0x7773_7201
 _HELLO = struct.Struct("<I16sq")
 _HELLO_MAGIC = 0x7773_6801
-_BEAT = _REQUEST.pack(_REQUEST_MAGIC, 0, 0, 0)
+_BEAT, _WANTS, _WANTS_NEXT, _SIGNS = range(4)
+"""Kinds of what a reading host sends."""
+_MOST_SIGNS = 4096
 _TICK_S = 0.2
 """How long a call of the kernel blocks at most; then the caller's check runs."""
 _CONNECT_S = 5.0
@@ -94,6 +96,8 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, patience_s: float) -> None:
+        self.signs: list[int] = []
+        """What the other end showed last, on the serving side."""
         self._socket = sock
         self._patience_s = patience_s
         self._heard_at = time.monotonic()
@@ -146,14 +150,25 @@ class Connection:
 
     def ask(self, request: Request) -> None:
         """Send a request."""
-        kind = 2 if request.is_next else 1
+        kind = _WANTS_NEXT if request.is_next else _WANTS
         self._send(_REQUEST.pack(_REQUEST_MAGIC, kind, request.epoch, request.first))
 
     def beat(self) -> None:
         """Show that this process lives. Any thread may call it; never blocks, never raises."""
+        self._send_at_once(_REQUEST.pack(_REQUEST_MAGIC, _BEAT, 0, 0))
+
+    def show(self, signs: Sequence[int]) -> None:
+        """Send the signs of life of this host's readers, in order; as `beat`."""
+        head = _REQUEST.pack(_REQUEST_MAGIC, _SIGNS, len(signs), 0)
+        self._send_at_once(head + array("Q", signs).tobytes())
+
+    def _send_at_once(self, data: bytes) -> None:
+        """Send a small message if there is room; one that is cut ends the connection."""
         if self._sends.acquire(blocking=False):
             try:
-                self._socket.send(_BEAT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+                if sent < len(data):
+                    self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # the next call finds out
             finally:
@@ -255,11 +270,16 @@ class Connection:
         """Return the first request among what was read; signs of life are dropped."""
         while len(self._unread) >= _REQUEST.size:
             magic, kind, epoch, first = _REQUEST.unpack_from(self._unread)
-            self._unread = self._unread[_REQUEST.size :]
-            if magic != _REQUEST_MAGIC or kind > 2:
+            if magic != _REQUEST_MAGIC or kind > _SIGNS or (kind == _SIGNS and epoch > _MOST_SIGNS):
                 raise ProtocolError("the connection carries something else than requests")
-            if kind:
-                return Request(epoch, first, kind == 2)
+            end = _REQUEST.size + (8 * epoch if kind == _SIGNS else 0)
+            if len(self._unread) < end:
+                return None
+            if kind == _SIGNS:
+                self.signs = array("Q", self._unread[_REQUEST.size : end]).tolist()
+            self._unread = self._unread[end:]
+            if kind in (_WANTS, _WANTS_NEXT):
+                return Request(epoch, first, kind == _WANTS_NEXT)
         return None
 
     def _send(self, data: bytes) -> None:

@@ -49,19 +49,27 @@ class Membership(Message, frozen=True, kw_only=True):
 
 
 class TcpInit(Message, frozen=True, kw_only=True):
-    """A receiver's role: it feeds its host as a `member`, or reads the `ring` of one that does."""
+    """A receiver's role: it feeds its host as a `member`, or reads the `ring` of one that does.
+
+    `generation` is that of the init message of the ring's member.
+    """
 
     member: Membership | None = None
     ring: IpcInit | None = None
+    generation: Size = 0
 
 
 class HostRing(Message, frozen=True, kw_only=True):
-    """The ring that a member created for its host, as reader 0, and where it serves chunks."""
+    """The ring that a member created for its host, as reader 0, and where it serves chunks.
+
+    `generation` is that of the init message.
+    """
 
     control: SegmentHandle
     data: KeyedHandle
     probe: ProbeInfo
     peer: Peer
+    generation: Size
 
 
 class RelayedUpdate(RingUpdate, frozen=True, kw_only=True):

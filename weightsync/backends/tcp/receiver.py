@@ -73,7 +73,9 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         offer = decode_payload(init_info.payload, TcpInit)
         try:
             if offer.ring is not None:
-                self._inner.init_transfer_engine(replace(init_info, payload=offer.ring))
+                self._inner.init_transfer_engine(
+                    replace(init_info, payload=offer.ring, generation=offer.generation)
+                )
             elif offer.member is not None:
                 self._open(init_info, offer.member)
         except BaseException:
@@ -165,6 +167,7 @@ class TcpWeightTransferEngine(WeightTransferEngine):
             data=ring.handle(),
             probe=probe.info(),
             peer=Peer(name="", place=membership.place, address=relay.address, port=relay.port),
+            generation=init_info.generation,
         )
         self._control = control
         own = init_of(self._ring, shape, MEMBER_READER)

@@ -92,7 +92,10 @@ class HostRelay:
         self._connection: Connection | None = None
         self._peer: Peer | None = None
         sender = membership.sender
-        self._alive = self._open(sender)
+        try:
+            self._alive = self._open(sender)
+        except TransferError as exc:
+            raise ConnectError(f"the sender cannot be reached: {exc}") from exc
         try:
             address = source_address(sender.address, family=family_of(sender.address))
             self.window = ChunkWindow(len(buckets), self._patience_s)
@@ -175,6 +178,8 @@ class HostRelay:
         connection = self._connection
         if connection is not None:
             connection.beat()
+        control = self._control
+        self._alive.show([control.liveness(reader) for reader in range(control.readers)])
 
     def _run(self) -> None:
         while True:
@@ -215,6 +220,7 @@ class HostRelay:
         sources = list(update.sources)
         if self._peer != (sources[0] if sources else None):
             self._leave_source()
+        is_kept = self._connection is not None
         while chunk < len(update.sizes):
             if not sources:
                 raise TransferError(
@@ -225,14 +231,18 @@ class HostRelay:
                     self._connect(sources[0], update.epoch, chunk)
                 while chunk < len(update.sizes):
                     chunk = self._receive(update, chunk)
+                    is_kept = False
             except _Ended:
                 raise
             except (TransferError, ProtocolError) as exc:
                 if update.error is not None:
                     raise
+                self._leave_source()
+                if is_kept:  # since the last update, and broken meanwhile, perhaps
+                    is_kept = False
+                    continue
                 problems.append(f"{_named(sources.pop(0))}: {exc}")
                 logger.info("chunk %d: %s", chunk + 1, problems[-1])
-                self._leave_source()
 
     def _receive(self, update: RelayUpdate, chunk: int) -> int:
         """Receive frames up to the next chunk; return the number of the chunk after it."""

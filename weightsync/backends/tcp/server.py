@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 5.0
 _BEAT_S = 0.5
 _MOST_CONNECTIONS = 256
+_UNKNOWN = -1
 _KNOWN_AFTER_S = 30.0
 """How long a host that asks for an update is kept waiting that has not begun here."""
 
@@ -34,7 +35,7 @@ class ChunkServer:
         self._secret = secret
         self._window = window
         self._patience_s = patience_s
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, int] = {}
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -47,6 +48,12 @@ class ChunkServer:
             ) from exc
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, name="weightsync-accept", daemon=True).start()
+
+    def signs(self, place: int) -> list[int]:
+        """Return the signs of life that the host of `place` showed last, by reader of its ring."""
+        with self._lock:
+            found = [c.signs for c, at in self._connections.items() if at == place and c.signs]
+        return found[-1] if found else []
 
     def close(self) -> None:
         """Close the port and all connections. Idempotent."""
@@ -73,7 +80,7 @@ class ChunkServer:
                     sock.close()
                     continue
                 connection = Connection(sock, self._patience_s)
-                self._connections.add(connection)
+                self._connections[connection] = _UNKNOWN
             threading.Thread(
                 target=self._run, args=(connection,), name="weightsync-serve", daemon=True
             ).start()
@@ -82,13 +89,15 @@ class ChunkServer:
         try:
             place = connection.hear_hello(self._secret, _HELLO_S)
             if place is not None:
+                with self._lock:
+                    self._connections[connection] = place
                 self._serve(connection, place)
         except (WeightSyncError, OSError) as exc:
             logger.debug("a connection ends: %s", exc)
         finally:
             connection.close()
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)
 
     def _serve(self, connection: Connection, place: int) -> None:
         while True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,15 +54,17 @@ ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 
 @dataclass(slots=True)
 class _Host:
-    """The readers of one host and their indices on its ring; the member's is 0."""
+    """Readers of one host that share a ring: their indices on it (the member's is 0), and names."""
 
+    key: str
     peer: Peer
     ring: HostRing
     on_ring: dict[int, int]
+    names: dict[int, str]
     used: int = 1
 
     @classmethod
-    def of(cls, member: Reader, made: Any) -> _Host:
+    def of(cls, key: str, member: Reader, made: Any) -> _Host:
         """Return the host of a member that has replied to its init message."""
         if made is None:
             raise TransferError(f"{member.target}: no ring was created on its host")
@@ -70,19 +72,25 @@ class _Host:
         peer = Peer(
             name=member.target, place=member.index, address=ring.peer.address, port=ring.peer.port
         )
-        return cls(peer, ring, {member.index: MEMBER_READER})
+        names = {member.index: member.target}
+        return cls(key, peer, ring, {member.index: MEMBER_READER}, names)
 
     @property
     def has_member(self) -> bool:
-        """Whether the member, which feeds the host, is still there."""
+        """Whether the member, which feeds the others, is still there."""
         return self.peer.place in self.on_ring
 
-    def place(self, reader: int) -> int:
+    def place(self, reader: Reader) -> int:
         """Return the index of a reader on the ring, a new one for a new reader."""
-        if reader not in self.on_ring:
-            self.on_ring[reader] = self.used
+        if reader.index not in self.on_ring:
+            self.on_ring[reader.index], self.names[reader.index] = self.used, reader.target
             self.used += 1
-        return self.on_ring[reader]
+        return self.on_ring[reader.index]
+
+    def drop(self, names: Container[str]) -> None:
+        """Forget readers, which connect again."""
+        for index in [index for index, name in self.names.items() if name in names]:
+            del self.on_ring[index], self.names[index]
 
 
 class TcpTrainerEngine(TrainerWeightTransferEngine):
@@ -92,21 +100,30 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._ring = ring
         self._timeout_s = options.timeout_s
         self._secret = secrets.token_bytes(SECRET_NBYTES)
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: list[_Host] = []
+        self._joining: set[str] = set()
         self._window: ChunkWindow | None = None
         self._server: ChunkServer | None = None
         self._address = ""
         self._uplink: Uplink | None = None
 
     def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
-        """Make one reader of each new host its member, then connect the others to its ring."""
-        for reader in readers:
-            self.remove_reader(reader.index)
+        """Make one reader of each host a member, then connect the others to its ring.
+
+        A reader that joins a host later is a member at first, so that it can be sent the weights
+        that the others have. Before the next update of all it joins the ring; see `unready`.
+        """
         by_host: dict[str, list[Reader]] = {}
         for reader in readers:
             by_host.setdefault(reader.host or reader.target, []).append(reader)
+        joining, self._joining = self._joining, set()
+        names = {reader.target for reader in readers}
+        for host in self._hosts:
+            host.drop(names)
+        self._hosts = [host for host in self._hosts if host.has_member]
         shape = ring_shape(self._ring.offer(RELAY_READER, generation))
-        members = {host: found[0] for host, found in by_host.items() if not self._is_fed(host)}
+        fed = {host.key: host for host in reversed(self._hosts) if joining.issuperset(names)}
+        members = {key: on_host[0] for key, on_host in by_host.items() if key not in fed}
         if members:
             self._listen(list(members.values()), shape)
             replies = yield Round(
@@ -117,13 +134,16 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             )
             if replies.failed:
                 return ()
-            for host, member in members.items():
-                self._hosts[host] = _Host.of(member, replies.payloads.get(member.index))
+            for key, member in members.items():
+                fed[key] = _Host.of(key, member, replies.payloads.get(member.index))
+                self._hosts.append(fed[key])
         others = {
-            reader.index: TcpInit(ring=init_of(self._hosts[host].ring, shape, place))
-            for host, on_host in by_host.items()
+            reader.index: TcpInit(
+                ring=init_of(fed[key].ring, shape, place), generation=fed[key].ring.generation
+            )
+            for key, on_host in by_host.items()
             for reader in on_host
-            if (place := self._hosts[host].place(reader.index)) != MEMBER_READER
+            if (place := fed[key].place(reader)) != MEMBER_READER
         }
         if others:
             replies = yield Round(messages=others)
@@ -143,7 +163,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         if window is None:
             raise TransferError("no receiver on another host is connected")
         wanted = set(readers)
-        taking = [host for host in self._hosts.values() if wanted.intersection(host.on_ring)]
+        taking = [host for host in self._hosts if wanted.intersection(host.on_ring)]
         lost = [host.peer.name for host in taking if host.peer.place not in wanted]
         if lost:
             raise TransferError(f"the receiver that feeds the host of {lost[0]} takes no part")
@@ -189,20 +209,34 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         return self._ring.table_digest
 
     def unready(self, readers: Sequence[int]) -> list[int]:
-        """Return the readers whose host has lost the one that fed it."""
-        return [
-            index
-            for host in self._hosts.values()
-            for index in host.on_ring
-            if index in readers and not host.has_member
-        ]
+        """Return the readers whose host has lost its member, and second members of one host."""
+        found: list[int] = []
+        fed: set[str] = set()
+        for host in self._hosts:
+            taking = [index for index in host.on_ring if index in readers]
+            if taking and (not host.has_member or host.key in fed):
+                found += taking
+                self._joining.update(host.names[index] for index in taking)
+            elif host.peer.place in taking:
+                fed.add(host.key)
+        return found
 
     def remove_reader(self, reader: int) -> None:
         """Remove a reader. If it fed its host, the host's others need another handshake."""
-        for key, host in list(self._hosts.items()):
+        for host in self._hosts:
             host.on_ring.pop(reader, None)
-            if not host.on_ring:
-                del self._hosts[key]
+            host.names.pop(reader, None)
+        self._hosts = [host for host in self._hosts if host.on_ring]
+        if not self._hosts:
+            self._close_server()
+
+    def liveness_counter(self, reader: int) -> int | None:
+        """Return a value that grows while a reader works, as the member of its host shows it."""
+        host = next((h for h in self._hosts if reader in h.on_ring), None)
+        if host is None or self._server is None:
+            return None
+        signs, at = self._server.signs(host.peer.place), host.on_ring[reader]
+        return signs[at] if at < len(signs) else None
 
     def progress(self) -> TransferProgress:
         """Return the progress of the first host."""
@@ -211,13 +245,16 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
     def close(self) -> None:
         """Close the port and all connections."""
         self.end()
+        self._close_server()
+        self._hosts.clear()
+
+    def _close_server(self) -> None:
         window, self._window = self._window, None
         server, self._server = self._server, None
         if window is not None:
             window.close()
         if server is not None:
             server.close()
-        self._hosts.clear()
 
     @property
     def _sender(self) -> Peer:
@@ -232,13 +269,6 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             shape=shape,
             timeout_s=self._timeout_s,
         )
-
-    def _is_fed(self, host: str) -> bool:
-        """Whether a member feeds this host; one that lost it is forgotten."""
-        known = self._hosts.get(host)
-        if known is not None and not known.has_member:
-            del self._hosts[host]
-        return host in self._hosts
 
     def _listen(self, members: Sequence[Reader], shape: RingShape) -> None:
         """Listen at an address that these hosts can reach, the first time."""
