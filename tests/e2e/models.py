@@ -82,6 +82,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tied": _tied,
     "decoder": _decoder,
     "equal": _equal,
+    "wide": lambda: nn.ParameterDict({f"t{i}": torch.zeros(1 << 18) for i in range(16)}),
     "pages": lambda: nn.ParameterDict({f"t{i}": torch.zeros(64, 64) for i in range(4)}),
     "decoder-bfloat16": lambda: _decoder().bfloat16(),
     "untied": lambda: nn.ModuleDict(
