@@ -119,7 +119,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
       for instance.
     - `rename`: maps names; a mapping may lack some.
     - `backend`: `auto` takes the cheapest path that works for each receiver, of all backends that
-      are registered; `ipc` knows only paths on the same host, `gloo` the path between hosts. Also a
+      are registered; `ipc` knows only paths on the same host, `tcp` the path between hosts. Also a
       `Backend` of your own, or several, in the order in which they are tried.
     - `packed`: True passes tensors through buckets. With None, receivers read stable parameters in
       place, and other tensors pass through buckets.

@@ -8,7 +8,7 @@ of this module and no others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -132,13 +132,11 @@ class Reader(msgspec.Struct, frozen=True, kw_only=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of one step of a handshake: a payload for each reader index.
 
-    The payloads are those of init messages, or those of probes if `probe` is true. A reader must
-    reply within `timeout_factor` times the sender's timeout.
+    The payloads are those of init messages, or those of probes if `probe` is true.
     """
 
     messages: dict[int, Any]
     probe: bool = False
-    timeout_factor: float = 1.0
 
 
 class Replies(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,9 +146,8 @@ class Replies(msgspec.Struct, frozen=True, kw_only=True):
     failed: list[int] = []
 
 
-Handshake = Generator[Round, Replies, Iterable[int]]
-"""Yields rounds and receives their replies. After a round with failed readers the generator ends.
-It returns the failed readers that failed only because another one did."""
+Handshake = Generator[Round, Replies, None]
+"""Yields rounds and receives their replies; after a round with failed readers the generator ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +324,6 @@ class TrainerWeightTransferEngine(ABC):
     def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
         """Connect readers. The default is one round with every reader's `init_payload`."""
         yield Round(messages={r.index: self.init_payload(r, generation) for r in readers})
-        return ()
 
     @abstractmethod
     def begin(self, readers: Sequence[int], *, verify: bool, source: WeightSource) -> Any:
@@ -391,13 +387,6 @@ class TrainerWeightTransferEngine(ABC):
         """Return the reader indices that this engine uses on its base engine for these readers."""
         return []
 
-    def is_ready(self, readers: Sequence[int]) -> bool:
-        """Return whether an update of exactly these readers can begin without a new handshake.
-
-        Called only if `Backend.collective` is true.
-        """
-        return True
-
     def unready(self, readers: Sequence[int]) -> list[int]:
         """Return those of these readers that need another handshake before the next update.
 
@@ -457,14 +446,12 @@ class Backend(ABC):
       these backends on the same rank. A required backend has no requirements of its own.
     - `max_readers` is the number of reader indices of one engine, None for any number. When they
       are used up, the core makes another engine and connects all its readers again.
-    - `collective`: handshakes and updates cover all readers of the backend, and run on rank 0 only.
     - `reads_in_place`: with `packed=False`, the engine reads a source that generates its tensors in
       `begin` instead of `transfer`.
     """
 
     name: ClassVar[str]
     requires: ClassVar[Mapping[str, str]] = {}
-    collective: ClassVar[bool] = False
     reads_in_place: ClassVar[bool] = False
     max_readers: ClassVar[int | None] = None
 

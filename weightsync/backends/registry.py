@@ -142,11 +142,11 @@ def known_endpoints(device: torch.device) -> tuple[dict[str, Any], dict[str, str
 
 
 def _one(choice: object) -> Backend:
-    if choice == "distributed":
+    if choice in ("distributed", "gloo"):
         warnings.warn(
-            "the backend `distributed` is called `gloo` now", DeprecationWarning, stacklevel=4
+            f"the backend `{choice}` is called `tcp` now", DeprecationWarning, stacklevel=4
         )
-        choice = "gloo"
+        choice = "tcp"
     return get_backend(choice) if isinstance(choice, str) else _checked(choice, "backend=")
 
 
@@ -193,7 +193,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """The entry points by name; those of weightsync itself need no installation."""
     own = [
         importlib.metadata.EntryPoint(name, f"weightsync.backends.{name}.backend:{kind}", GROUP)
-        for name, kind in (("ipc", "IpcBackend"), ("gloo", "GlooBackend"), ("tcp", "TcpBackend"))
+        for name, kind in (("ipc", "IpcBackend"), ("tcp", "TcpBackend"))
     ]
     found = importlib.metadata.entry_points(group=GROUP)
     return {entry.name: entry for entry in [*found, *own]}

@@ -62,7 +62,7 @@ def bench(  # noqa: PLR0913, PLR0917  # one parameter per option
     packed: Annotated[
         bool, typer.Option("--packed/--unpacked", help="through buckets, or read in place")
     ] = False,
-    backend: Annotated[str, typer.Option(help="auto, ipc, gloo (as if to another host)")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, ipc, tcp (as if to another host)")] = "auto",
     transport: Annotated[TransportName, typer.Option(help="for control messages")] = "http",
     readers: Annotated[int, typer.Option(min=1, max=16, help="receiving processes")] = 1,
     sink: Annotated[SinkName, typer.Option(help="what receivers load into")] = "module",
@@ -250,7 +250,7 @@ def make_table(measured: Measured) -> Table:
 def measure(setup: BenchSetup, advance: Callable[[], None]) -> Measured:
     """Run the bench: in every round one copy, one update without and one with verification.
 
-    With the backend "gloo" also one raw broadcast. `advance` is called after every round.
+    With the backend "tcp" also one raw broadcast. `advance` is called after every round.
     """
     shapes, dtype = shapes_of(setup), TORCH_DTYPES[setup.dtype]
     nbytes = total_nbytes(shapes, dtype)
@@ -261,14 +261,14 @@ def measure(setup: BenchSetup, advance: Callable[[], None]) -> Measured:
         targets = [stack.enter_context(_receiver(setup, token)) for _ in range(setup.readers)]
         model = make_model(shapes, dtype, value=1)
         copied = [torch.ones_like(parameter) for parameter in model.parameters()]
-        raw = stack.enter_context(raw_broadcast(nbytes)) if setup.backend == "gloo" else None
+        raw = stack.enter_context(raw_broadcast(nbytes)) if setup.backend == "tcp" else None
         sender = stack.enter_context(
             connect(
                 model,
                 to=targets,
                 token=token,
                 backend=setup.backend,
-                # The backend "gloo" always packs, and refuses packed=False.
+                # The backend "tcp" always packs, and refuses packed=False.
                 packed=setup.packed or None if raw else setup.packed,
                 delta="off" if setup.delta is None else "auto",
             )

@@ -1,4 +1,4 @@
-"""A raw Gloo broadcast to another process, with which `weightsync bench` compares Gloo updates."""
+"""A raw Gloo broadcast to another process, beside which `bench` puts updates over tcp."""
 
 from __future__ import annotations
 

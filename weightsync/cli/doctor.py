@@ -26,18 +26,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.backends.registry import backend_names, get_backend
+from weightsync.backends.tcp.payload import SECRET_NBYTES
+from weightsync.backends.tcp.server import ChunkServer
+from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.cli.child import Child
-from weightsync.cli.doctor_helper import GLOO_S, START_S, Gpu, GpuOffer
+from weightsync.cli.doctor_helper import START_S, TCP_S, Gpu, GpuOffer
 from weightsync.cli.output import FAILED, OK, ending, one_line, print_json
 from weightsync.cli.terminal import text_console
 from weightsync.cuda.handles import expandable_setting
 from weightsync.errors import (
     BackendUnavailableError,
-    ConnectError,
     SegmentError,
     TransferError,
     WeightSyncError,
@@ -52,8 +53,8 @@ CHECK_S = 20.0
 TRIAL_S = 60.0
 CONNECT_S = 5.0
 LOOPBACK = "127.0.0.1"
-SHARED_MEMORY, DISTRIBUTED, CUDA_IPC, PTRACE = "shared_memory", "gloo", "cuda_ipc", "ptrace"
-PATHS = (CUDA_IPC, SHARED_MEMORY, DISTRIBUTED)
+SHARED_MEMORY, TCP, CUDA_IPC, PTRACE = "shared_memory", "tcp", "cuda_ipc", "ptrace"
+PATHS = (CUDA_IPC, SHARED_MEMORY, TCP)
 
 _MIB = 1 << 20
 RING_NBYTES = HOST_BUCKET_NBYTES * HOST_BUCKETS
@@ -193,7 +194,7 @@ def make_checks(*, clean: bool, host: str, ports: Sequence[int]) -> list[Check]:
         Check(PTRACE, lambda: try_ptrace(gpu=gpu), TRIAL_S),
         Check(CUDA_IPC, try_cuda_ipc, 2 * TRIAL_S),
         Check(SHARED_MEMORY, try_shared_memory, TRIAL_S),
-        Check(DISTRIBUTED, try_gloo, TRIAL_S),
+        Check(TCP, try_tcp, TRIAL_S),
     ]
 
 
@@ -575,43 +576,29 @@ def open_by_another(probes: Sequence[ProbeInfo]) -> str:
         return receive(helper, str)
 
 
-def try_gloo() -> Sequence[Finding]:
-    """Send bytes there and back in a private group of two processes over loopback."""
+def try_tcp() -> Sequence[Finding]:
+    """Have another process read a chunk over loopback, as a receiver on another host does."""
     try:
         order_stores()
-        _exchange_by_gloo()
+        _serve_one_chunk()
     except WeightSyncError as exc:
-        seen = f"no group of two processes over {LOOPBACK}: {exc}"
-        remedy = "check the loopback interface (ip link set lo up), firewalls, and torch's Gloo"
-        return [warning(DISTRIBUTED, seen, remedy, works=False)]
-    return [ok(DISTRIBUTED, f"two processes exchanged bytes by Gloo over {LOOPBACK}", works=True)]
+        seen = f"no connection of two processes over {LOOPBACK}: {exc}"
+        remedy = "check the loopback interface (ip link set lo up) and firewalls"
+        return [warning(TCP, seen, remedy, works=False)]
+    return [ok(TCP, f"another process read bytes of this one over {LOOPBACK}", works=True)]
 
 
-def _exchange_by_gloo() -> None:
-    _check_connects(LOOPBACK)
-    meeting = GroupRendezvous.host(LOOPBACK, epoch=1, timeout_s=GLOO_S)
-    with run_helper("gloo", LOOPBACK, str(meeting.port)) as helper:
-        if meeting.gather([1], START_S, given_up=lambda: helper.has_ended):
-            raise TransferError("the other process did not join the group")
-        group = PrivateGroup(meeting, 0, 2, GLOO_S)
-        try:
-            sent = torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8)
-            echoed = torch.zeros_like(sent)
-            arriving = group.receive(echoed, 1, data_lane(1))
-            group.send(sent, 1, data_lane(0)).wait(GLOO_S)
-            arriving.wait(GLOO_S)
-        finally:
-            group.abort()
-            group.close()
-    if not torch.equal(sent, echoed):
-        raise TransferError("the bytes that came back differ from the bytes that were sent")
-
-
-def _check_connects(address: str) -> None:
-    """Connect to a socket of this process. Raises ConnectError, where torch logs many lines."""
+def _serve_one_chunk() -> None:
+    secret, sent = os.urandom(SECRET_NBYTES), os.urandom(64)
+    window = ChunkWindow(1, TCP_S)
+    server = ChunkServer(LOOPBACK, secret, window, TCP_S)
     try:
-        with socket.create_server((address, 0)) as listener:
-            port = listener.getsockname()[1]
-            socket.create_connection((address, port), timeout=CONNECT_S).close()
-    except OSError as exc:
-        raise ConnectError(f"no process can connect to {address}: {exc}") from exc
+        window.begin(1, 1, [0])
+        window.offer(0, memoryview(sent), [])
+        with run_helper("tcp", LOOPBACK, str(server.port), secret.hex()) as helper:
+            received = helper.receive(START_S + TCP_S)
+    finally:
+        window.close()
+        server.close()
+    if received != sent:
+        raise TransferError("the bytes that arrived differ from the bytes that were sent")

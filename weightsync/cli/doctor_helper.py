@@ -10,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from weightsync.backends.gloo.group import GroupRendezvous, PrivateGroup, data_lane
 from weightsync.backends.ipc.memory import ProbeMemory
+from weightsync.backends.tcp.connection import Connection, Request, nothing
 from weightsync.cli.child import take_stdout
 from weightsync.cuda.handles import local_gpu_keys, why_not
 from weightsync.cuda.memory import check_probe
@@ -22,7 +22,7 @@ from weightsync.wire.offers import ProbeInfo
 START_S = 45.0
 """How long a process may take to import torch and answer."""
 
-GLOO_S = 20.0
+TCP_S = 20.0
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 
 Send = Callable[[bytes], None]
@@ -82,19 +82,17 @@ def list_gpus(send: Send) -> None:
     send(msgspec.json.encode(gpus))
 
 
-def join_group(_: Send, address: str, port: str) -> None:
-    """Join a private group of two, and send the received bytes back by Gloo."""
-    meeting = GroupRendezvous.reach(address, int(port), epoch=1, timeout_s=START_S)
-    meeting.enter(1, GLOO_S)
-    group = PrivateGroup(meeting, 1, 2, GLOO_S)
+def read_chunk(send: Send, address: str, port: str, secret: str) -> None:
+    """Read a chunk that the doctor serves, and send back what arrived."""
+    connection = Connection.open(address, int(port), bytes.fromhex(secret), 0, TCP_S)
     try:
-        received = torch.zeros(64, dtype=torch.uint8)
-        group.receive(received, 0, data_lane(0)).wait(GLOO_S)
-        group.send(received, 0, data_lane(1)).wait(GLOO_S)
-        sys.stdin.buffer.readline()  # the doctor has read all; its connections may close now
+        connection.ask(Request(1, 0, is_next=False))
+        frame = connection.next_frame(nothing)
+        received = bytearray(frame.nbytes)
+        connection.data(memoryview(received), nothing)
     finally:
-        group.close()
-        meeting.close()
+        connection.close()
+    send(bytes(received))
 
 
 def take_descriptor(send: Send, pid: str, descriptor: str) -> None:
@@ -109,7 +107,7 @@ TRIALS: dict[str, Callable[..., None]] = {
     "open": open_probes,
     "offer-gpu-memory": offer_gpu_memory,
     "list-gpus": list_gpus,
-    "gloo": join_group,
+    "tcp": read_chunk,
     "take": take_descriptor,
 }
 

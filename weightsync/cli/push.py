@@ -53,7 +53,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
         bool, typer.Option("--rewind", help="allow a version lower than the servers hold")
     ] = False,
     backend: Annotated[
-        str, typer.Option(help="backend: auto, ipc, gloo or one of your own")
+        str, typer.Option(help="backend: auto, ipc, tcp or one of your own")
     ] = "auto",
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="compare fingerprints after the transfer")

@@ -275,9 +275,9 @@ class RankWorker:
                     return CommandResult(round=_checked_round(name, step))
             self.end_handshake(name)
             return CommandResult()
-        except StopIteration as over:
+        except StopIteration:
             self._handshakes.pop(name, None)
-            return CommandResult(excused=list(over.value or ()))
+            return CommandResult()
 
     def end_handshake(self, name: str) -> None:
         """End a handshake of this rank that is not complete, if there is one."""

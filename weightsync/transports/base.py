@@ -18,7 +18,7 @@ class Transport(Protocol):
     Optional attributes:
 
     - `local_address` (`str | None`), where the target is no URL: the address at which the
-      receiver's host reaches this one. The `gloo` backend listens there.
+      receiver's host reaches this one. The `tcp` backend listens there.
     - `round`, for workers of a server that replies for all of them at once: the same object for
       all of its workers. When one of them does not reply, the sender calls none of them any more.
     - `expand(paths)`, where the target may stand for several receivers: returns a transport to

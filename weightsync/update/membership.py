@@ -129,7 +129,7 @@ class Membership:
         transport = stale.transport if stale.server is None else stale.server.transport
         try:
             answers = self._handshake(self._members_of(transport), drops=True)
-            self._extend(answers, together=False)  # other members may be lost
+            self._extend(answers)
         except WeightSyncError as exc:
             present = self._members_of(transport)
             if not self._fleet.may_drop(present):
@@ -216,7 +216,7 @@ class Membership:
         return finished
 
     def repair_group(self, members: Iterable[Member]) -> None:
-        """Reconnect together the members whose engine is not ready for an update of `members`."""
+        """Reconnect those of `members` whose engine is not ready for them."""
         chosen = list(members)
         while failed := failures(
             self._paths.repair([m for m in chosen if m in self._fleet.members])
@@ -271,20 +271,14 @@ class Membership:
             recovered = True
         return abort_others(fleet, known) or recovered
 
-    def _extend(self, answers: Sequence[MemberReply], *, together: bool = True) -> None:
+    def _extend(self, answers: Sequence[MemberReply]) -> None:
         """Connect members of the fleet, each by a path that works for it now.
 
-        Where that needs other engines, the whole fleet is connected anew. `together`: where a
-        member of a collective backend is connected again, all members of the backend are.
+        Where that needs other engines, the whole fleet is connected anew.
         """
-        members = [answer.member for answer in answers]
-        collective = [m for m in members if together and self._paths.is_collective(m)]
-        others = [member for member in members if member not in collective]
-        if not all(self._paths.extend(member) for member in others):
+        if not all(self._paths.extend(answer.member) for answer in answers):
             self.disconnect()
             self.connect()
-        elif collective:
-            self._paths.offer(collective)
 
     def _handshake(self, members: Sequence[Member], *, drops: bool) -> list[MemberReply]:
         """Return the statuses of members that are to be connected, with servers expanded.

@@ -29,7 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
     shorten,
 )
-from weightsync.ranks.commands import CommandResult, Connect, Open, RankInfo, Withdraw
+from weightsync.ranks.commands import Connect, Open, RankInfo, Withdraw
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, InitReply, InitRequest, Request, ShutdownRequest
@@ -71,7 +71,7 @@ def candidates(
             continue
         theirs = Endpoint(keys=there.device_keys, facts=there.backends[name])
         best: dict[str, Candidate] = {}
-        for rank, info in enumerate(ranks[:1] if backend.collective else ranks):
+        for rank, info in enumerate(ranks):
             if name in info.unusable:
                 reasons.setdefault(name, {})[info.unusable[name]] = None
                 continue
@@ -218,12 +218,7 @@ class PathSelector:
                 return False
             self._set_path(member, candidate)
             try:
-                if self._backend(candidate.backend).collective and self._fleet.version:
-                    # By itself: it receives the current version before the fleet's next update.
-                    answers = self._handshake(candidate.backend, [member])
-                    raise_first(answers)
-                else:
-                    self.offer([member])
+                self.offer([member])
             except _PATH_ERRORS as exc:
                 logger.warning("%s: path %s: %s", member.target, candidate.path, exc)
                 member.skipped[candidate.path] = str(exc)
@@ -231,26 +226,16 @@ class PathSelector:
                 return True
         raise _unavailable([member])
 
-    def is_collective(self, member: Member) -> bool:
-        """Whether all receivers of the member's backend are connected together."""
-        return bool(member.backend) and self._backend(member.backend).collective
-
     def repair(self, members: Sequence[Member]) -> list[MemberReply]:
-        """Connect again, together, the members whose engine is not ready for an update of these.
-
-        Returns the results of these members.
-        """
+        """Connect again the members whose engine is not ready for them; return their results."""
         answers: list[MemberReply] = []
         for name, own in _by_backend(members).items():
             engine = self._group.worker.engines.get(name)
             if engine is None:
                 continue
-            readers = [member.reader for member in own]
-            if self._backend(name).collective:
-                unready = own if not engine.is_ready(readers) else []
-            else:
-                lost = engine.unready(readers)
-                unready = [member for member in own if member.rank == 0 and member.reader in lost]
+            of_rank = [member for member in own if member.rank == 0]
+            lost = engine.unready([member.reader for member in of_rank])
+            unready = [member for member in of_rank if member.reader in lost]
             if unready:
                 answers += self._handshake(name, unready)
         return answers
@@ -321,19 +306,12 @@ class PathSelector:
             self._group.run_on_all(command)
 
     def _connect(self, members: Sequence[Member]) -> list[MemberReply]:
-        """Connect members; for a collective backend, connect all of its members again.
-
-        Backends that are not collective come first. Where a member fails, the remaining backends
-        are not connected.
-        """
+        """Connect members. Where one fails, the remaining backends are not connected."""
         answers: list[MemberReply] = []
         by_backend = _by_backend(members)
-        for name in sorted(by_backend, key=lambda name: self._backend(name).collective):
+        for name, own in by_backend.items():
             if failures(answers):
                 break
-            own = by_backend[name]
-            if self._backend(name).collective:
-                own = [member for member in self._fleet.members if member.backend == name]
             answers += self._handshake(name, own)
         return answers
 
@@ -346,15 +324,14 @@ class PathSelector:
         answers: dict[Member, MemberReply] = {}
         generation = next(_GENERATIONS)
         command = Connect(backend=name, generation=generation, readers=readers)
-        phase = "rendezvous" if self._backend(name).collective else "offer"
-        with self._timed(phase), ExitStack() as stack:
+        with self._timed("offer"), ExitStack() as stack:
             # Where this raises, an interrupt included. The handshakes of other ranks end with the
             # next one, or when their engines are closed.
             stack.callback(self._group.worker.end_handshake, name)
             while True:
                 results = self._group.run_on_all(command)
                 if command.over:
-                    return _without_excused(list(answers.values()), results)
+                    return list(answers.values())
                 replies: dict[int, Replies] = {}
                 for rank, result in enumerate(results):
                     if result.round is not None:
@@ -398,13 +375,11 @@ class PathSelector:
             )
 
         called = [member for member in members if member.reader in step.messages]
-        timeout_s = step.timeout_factor * fleet.timeout_s
-        answers = fleet.call(request, called, timeout_s=timeout_s)
+        answers = fleet.call(request, called)
         if step.probe:
             return answers
         for i, answer in enumerate(answers):
-            # A collective backend connects a restarted receiver in the place of a lost reader.
-            if answer.error is None and not self._backend(name).collective:
+            if answer.error is None:
                 answers[i] = _same_instance(answer)
             if answers[i].error is None:
                 answer.member.status = answer.status
@@ -472,18 +447,6 @@ def _replies(answers: Sequence[MemberReply]) -> Replies:
         if isinstance(answer.reply, InitReply)
     }
     return Replies(payloads=payloads, failed=[answer.member.reader for answer in failures(answers)])
-
-
-def _without_excused(
-    answers: list[MemberReply], results: Sequence[CommandResult]
-) -> list[MemberReply]:
-    """Return the results without members that failed only because others did.
-
-    Where that leaves no failure, all of them are returned: some reader did fail.
-    """
-    excused = {(rank, reader) for rank, result in enumerate(results) for reader in result.excused}
-    rest = [a for a in answers if (a.member.rank, a.member.reader) not in excused]
-    return rest if failures(rest) else answers
 
 
 def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:

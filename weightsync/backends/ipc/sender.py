@@ -232,9 +232,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             probes = {reader.index: self._probe_memory.info() for reader in readers}
             replies = yield Round(messages=probes, probe=True)
             if replies.failed:
-                return ()
+                return
         yield Round(messages={r.index: self.init_payload(r, generation) for r in readers})
-        return ()
 
     def init_payload(self, reader: Reader, generation: int) -> IpcInit:
         """Return the payload of a reader; GPU memory is exported once per call."""

@@ -133,7 +133,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
                 }
             )
             if replies.failed:
-                return ()
+                return
             for key, member in members.items():
                 fed[key] = _Host.of(key, member, replies.payloads.get(member.index))
                 self._hosts.append(fed[key])
@@ -149,7 +149,6 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             replies = yield Round(messages=others)
             for index in replies.failed:
                 self.remove_reader(index)
-        return ()
 
     def base_readers(self, readers: Sequence[int]) -> list[int]:
         """Return the one reader index that serves all other hosts."""

@@ -1,1 +1,0 @@
-"""The backend `gloo`: a chain of hosts over a private Gloo group."""
