@@ -34,7 +34,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.hosts.namespaces import Host, HostNetwork, host_network, limit_problem, netns_problem
-from weightsync.backends.gloo.backend import BUCKET_NBYTES
+from weightsync.backends.tcp.backend import BUCKET_NBYTES
 
 PORT = 8600
 STORE_PORT = 8700
