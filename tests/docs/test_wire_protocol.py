@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 import weightsync as ws
-from weightsync.backends.gloo import payload as gloo_payload
 from weightsync.backends.ipc import payload as ipc_payload
+from weightsync.backends.tcp import payload as tcp_payload
 from weightsync.server import weight_router
 from weightsync.testing import TinyModel
 from weightsync.wire import messages, offers, problem
@@ -32,7 +32,7 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Every struct that can be in a message, but for their bases."""
     found = {
         name: kind
-        for module in (messages, offers, ipc_payload, gloo_payload)
+        for module in (messages, offers, ipc_payload, tcp_payload)
         for name, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, Message) and kind is not Message
     }
