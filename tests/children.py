@@ -34,7 +34,7 @@ def load_beforehand(*modules: str) -> None:
 load_beforehand(
     "weightsync.sender",
     "weightsync.receiver",
-    "weightsync.backends.gloo.backend",
+    "weightsync.backends.tcp.backend",
     "weightsync.backends.ipc.backend",
     "weightsync.integrations.sglang.server",
     "weightsync.integrations.vllm.server",

@@ -16,7 +16,7 @@ LONG = (
     "tests/backends/test_contract.py",
     "tests/serve/test_model.py",
     "tests/serve/test_serve_faults.py",
-    "tests/backends/test_distributed.py",
+    "tests/backends/test_tcp.py",
     "tests/serve/test_serve.py",
     "tests/cli/test_demo.py",
     "tests/e2e/test_hosts_faults.py",

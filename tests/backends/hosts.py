@@ -1,4 +1,4 @@
-"""A sender in this process, and hosts of workers in others, joined by a private group on loopback.
+"""A sender in this process, and hosts of workers in others, which read from each other on loopback.
 
 Every worker is a process of its own with a real WeightReceiver; the first of each host is the
 member. Control messages travel over pipes as JSON.
@@ -6,19 +6,21 @@ member. Control messages travel over pipes as JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -27,12 +29,10 @@ import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
 from tests.e2e.models import digests
 from tests.offers import next_number, offered, registered
-from weightsync.backends.base import TransferOptions
-from weightsync.backends.gloo.payload import GlooInit, HostRing, RelayedUpdate
-from weightsync.backends.gloo.receiver import init_of
-from weightsync.backends.gloo.sender import Chain, RingFeed
-from weightsync.backends.gloo.trainer import ring_shape
-from weightsync.backends.ipc.sender import MAX_READERS, IpcTrainerEngine
+from weightsync.backends.base import Reader, Replies, TransferOptions
+from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.tcp.payload import RelayedUpdate
+from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.source import ModuleSource, NamedTensors
@@ -47,12 +47,10 @@ from weightsync.wire.messages import (
     StartTerms,
     UpdateRequest,
 )
-from weightsync.wire.offers import InitInfo
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 WAIT_S = 60.0
 SENDER = "sender"
-FEED_READER = MAX_READERS - 1
 BUCKET_NBYTES = 64 << 10
 
 load_beforehand("tests.backends.hosts")
@@ -137,7 +135,11 @@ class Worker:
 
 
 class Party:
-    """A sender and its hosts. `hosts[i]` are the workers of host i, the member first."""
+    """A sender and its hosts. `hosts[i]` are the workers of host i, the member first.
+
+    Calls the two engines as the core does. `failed` of an update are errors by worker, and the
+    sender's own.
+    """
 
     def __init__(
         self,
@@ -149,71 +151,72 @@ class Party:
     ) -> None:
         self.hosts = [list(host) for host in hosts]
         self.model = Model()
+        self.source = ModuleSource(self.model)
         self._timeout_s = timeout_s
-        self._address = address
-        self.engine = IpcTrainerEngine(
-            ModuleSource(self.model),
-            TransferOptions(
-                packed=True,
-                bucket_nbytes=BUCKET_NBYTES,
-                num_buckets=num_buckets,
-                timeout_s=timeout_s,
-            ),
+        self._route = f"http://[{address}]:1" if ":" in address else f"http://{address}:1"
+        options = TransferOptions(
+            packed=True, bucket_nbytes=BUCKET_NBYTES, num_buckets=num_buckets, timeout_s=timeout_s
         )
-        self.epoch = 0
+        self.ring = IpcTrainerEngine(self.source, options)
+        self.engine = TcpTrainerEngine(self.ring, options)
+        self._readers: dict[Worker, Reader] = {}
+        self._indices = itertools.count()
         self.updates = 0
-        self.chain: Chain | None = None
+        self.inits = 0
 
     @property
     def workers(self) -> list[Worker]:
         return [worker for host in self.hosts for worker in host]
 
-    def build(self, *, absent: Sequence[str] = ()) -> None:
-        """Make the group anew, without messages to the members in `absent`."""
-        if self.chain is not None:
-            self.chain.close()
-        self.epoch += 1
-        self._number = next_number()
-        self._shape = ring_shape(self.engine.offer(FEED_READER, self._number))
-        names = [host[0].name for host in self.hosts]
-        chain = Chain(
-            self._address,
-            names,
-            epoch=self.epoch,
-            timeout_s=self._timeout_s,
-        )
-        self.chain = chain
-        members = [host[0] for host in self.hosts]
-        with ThreadPoolExecutor(len(members) + 1) as pool:
-            joined = pool.submit(chain.join)
-            asked = [
-                pool.submit(member.handle, InitRequest(init_info=self.offer(rank)))
-                for rank, member in enumerate(members, 1)
-                if member.name not in absent
-            ]
-            joined.result()
-            replies = [reply.result() for reply in asked]
-        for host, reply in zip(self.hosts, replies, strict=True):
-            assert isinstance(reply, InitReply)
-            ring = codec.decode_payload(reply.payload, HostRing)
-            for place, worker in enumerate(host[1:], 1):
-                theirs = GlooInit(ring=init_of(ring, self._shape, place))
-                worker.handle(InitRequest(init_info=self._offered(theirs)))
+    def connect(self, workers: Sequence[Worker]) -> None:
+        """Connect workers, again those that are connected. Raises the first error of a worker."""
+        for worker in workers:
+            (host,) = [i for i, host in enumerate(self.hosts) if worker in host]
+            known = self._readers.get(worker)
+            self._readers[worker] = Reader(
+                index=next(self._indices) if known is None else known.index,
+                target=worker.name,
+                keys=[f"HOST-{host}-{id(self)}"],
+                route=self._route,
+            )
+        number = next_number()
+        steps = self.engine.handshake([self._readers[worker] for worker in workers], number)
+        by_index = {self._readers[worker].index: worker for worker in workers}
+        failures: list[BaseException] = []
+        with ThreadPoolExecutor(len(workers)) as pool, suppress(StopIteration):
+            step = next(steps)
+            while True:
+                asked = {
+                    index: pool.submit(by_index[index].handle, self._init(payload, number))
+                    for index, payload in step.messages.items()
+                }
+                self.inits += len(asked)
+                raised = {index: reply.exception() for index, reply in asked.items()}
+                failed = {index: error for index, error in raised.items() if error is not None}
+                failures += failed.values()
+                payloads = {i: _payload(r.result()) for i, r in asked.items() if i not in failed}
+                step = steps.send(Replies(payloads=payloads, failed=list(failed)))
+        if failures:
+            raise failures[0]
 
-    def offer(self, rank: int) -> InitInfo:
-        assert self.chain is not None
-        return self._offered(GlooInit(group=self.chain.info(rank), shape=self._shape))
-
-    def _offered(self, payload: GlooInit) -> InitInfo:
-        return offered(
-            self.engine,
-            payload,
-            place=FEED_READER,
-            backend="gloo",
-            sender=SENDER,
-            lease_s=self._timeout_s,
-            generation=self._number,
+    def _init(self, payload: object, generation: int) -> InitRequest:
+        return InitRequest(
+            init_info=offered(
+                self.ring,
+                payload,
+                place=RELAY_READER,
+                backend="tcp",
+                sender=SENDER,
+                lease_s=self._timeout_s,
+                generation=generation,
+            )
         )
+
+    def remove(self, worker: Worker) -> None:
+        """Forget a worker that left."""
+        self.hosts = [[w for w in host if w is not worker] for host in self.hosts]
+        self.hosts = [host for host in self.hosts if host]
+        self.engine.remove_reader(self._readers.pop(worker).index)
 
     def send(
         self,
@@ -221,27 +224,32 @@ class Party:
         pairs: NamedTensors | None = None,
         verify: bool = True,
         on_chunk: Callable[[int], None] = lambda _: None,
-        on_data: Callable[[int, torch.Tensor], None] = lambda *_: None,
+        on_data: Callable[[int, memoryview], None] = lambda *_: None,
+        only: Sequence[Worker] = (),
         silent: Sequence[Worker] = (),
-        stop_after_s: float = WAIT_S,
-        on_failure: Callable[[], None] = lambda: None,
-    ) -> list[BaseException]:
-        """Update all workers; abort everywhere after a failure. Returns the failures."""
-        chain = self.chain
-        assert chain is not None
+        stops: Sequence[Worker] = (),
+        drops: bool = False,
+    ) -> dict[str, BaseException]:
+        """Update all workers. After a failure abort everywhere, or with `drops` only there.
+
+        `on_chunk` and `on_data` are called before a chunk is served. `silent` workers get no
+        message. Workers in `stops` are dropped and continued when all others have answered.
+        Returns the failures.
+        """
+        readers = {self._readers[worker].index: worker for worker in only or self.workers}
+        if unready := self.engine.unready(list(readers)):
+            self.connect([readers[index] for index in unready])
         self.updates += 1
         update_id = f"update-{self.updates}"
         part = None if pairs is None else ws.StateDictSource(dict(pairs))
-        message = self.engine.begin([FEED_READER], verify=verify, source=part)
+        source = self.source if part is None else part
+        self.ring.begin(self.engine.base_readers(list(readers)), verify=verify, source=part)
+        messages = self.engine.begin(list(readers), verify=verify, source=source)
         manifest = None if part is None else codec.manifest_to_wire(part.manifest)
         terms = StartTerms(partial=pairs is not None)
-        failed: list[BaseException] = []
-        lock = threading.Lock()
+        failed: dict[str, BaseException] = {}
 
-        def ask(worker: Worker, readers: list[int] | None) -> None:
-            update = RelayedUpdate(
-                epoch=message.epoch, base=message.base, packed=True, readers=readers or []
-            )
+        def ask(worker: Worker, update: RelayedUpdate) -> None:
             info = msgspec.structs.replace(
                 registered(update, sender=SENDER, verify=verify), manifest=manifest
             )
@@ -251,80 +259,86 @@ class Party:
             try:
                 worker.handle(request)
             except ws.WeightSyncError as exc:
-                with lock:
-                    failed.append(exc)
+                failed[worker.name] = exc
 
-        deadline = time.monotonic() + stop_after_s
+        deadline = time.monotonic() + WAIT_S
 
         def check() -> None:
-            chain.check()  # first, since receivers may answer before that its error aborted them
-            with lock:
-                over = bool(failed) or time.monotonic() > deadline
-            if over:
-                raise ws.TransferError("a receiver failed, or the sender changed its mind")
+            self.engine.check()
+            if failed and not drops:
+                raise ws.TransferError("a receiver failed")
+            if time.monotonic() > deadline:
+                raise ws.TransferTimeout("the update takes too long")
 
-        feed = _Watched(self.engine, on_chunk, on_data)
-        asked: list[Future[None]] = []
         with (
-            ThreadPoolExecutor(len(self.workers)) as pool,
-            closing(Heartbeat(self.engine.beat)),
+            self._watched(on_chunk, on_data),
+            ThreadPoolExecutor(len(readers)) as pool,
+            closing(Heartbeat(self.ring.beat)),
         ):
-            for host in self.hosts:
-                for place, worker in enumerate(host):
-                    if worker not in silent:
-                        readers = list(range(len(host))) if place == 0 else None
-                        asked.append(pool.submit(ask, worker, readers))
+            asked = {
+                worker: pool.submit(ask, worker, messages[index])
+                for index, worker in readers.items()
+                if worker not in silent
+            }
+            needed = [asked[worker] for worker in asked if worker not in stops]
             try:
-                chain.start(feed)
+                self.ring.transfer(check)
                 self.engine.transfer(check)
-                chain.finish(check)
-                while wait(asked, timeout=0.02).not_done:
+                while wait(needed, timeout=0.02).not_done:
                     check()
             except ws.WeightSyncError as exc:
-                with lock:
-                    failed.append(exc)
-                chain.stop()
-                on_failure()
-                self._conclude(update_id, well=False)
+                failed[SENDER] = exc
+                self.engine.cancel()
+                self.ring.cancel()
+                self._conclude(list(readers.values()), update_id, AbortRequest)
+            for worker in stops:
+                worker.signal(signal.SIGCONT)
+                worker.handle(AbortRequest(update_id=update_id))
         self.engine.end()
-        self._conclude(update_id, well=not failed)
+        self.ring.end()
+        well = not failed or (drops and SENDER not in failed)
+        without = [*failed, *(worker.name for worker in [*silent, *stops])]
+        kind = FinishRequest if well else AbortRequest
+        self._conclude(list(readers.values()), update_id, kind, without)
         return failed
 
-    def _conclude(self, update_id: str, *, well: bool) -> None:
-        kind = FinishRequest if well else AbortRequest
-        self._each(lambda worker: worker.handle(kind(update_id=update_id)))
+    @contextmanager
+    def _watched(
+        self, on_chunk: Callable[[int], None], on_data: Callable[[int, memoryview], None]
+    ) -> Iterator[None]:
+        """Call back for each chunk, before it is served."""
+        window = self.engine._window
+        assert window is not None
+        genuine = window.offer
 
-    def _each(self, call: Callable[[Worker], object]) -> None:
-        for worker in self.workers:
-            try:
-                call(worker)
-            except ws.ConnectError:
-                continue
+        def offer(chunk: int, data: memoryview, fingerprints: Sequence[int]) -> None:
+            on_chunk(chunk)
+            on_data(chunk, data)
+            genuine(chunk, data, fingerprints)
+
+        with mock.patch.object(window, "offer", offer):
+            yield
+
+    def _conclude(
+        self,
+        workers: Sequence[Worker],
+        update_id: str,
+        kind: type[FinishRequest | AbortRequest],
+        without: Container[str] = (),
+    ) -> None:
+        for worker in workers:
+            ends = AbortRequest if worker.name in without else kind
+            with suppress(ws.ConnectError):
+                worker.handle(ends(update_id=update_id))
 
     def close(self) -> None:
-        if self.chain is not None:
-            self.chain.close()
         self.engine.close()
+        self.ring.close()
 
 
-class _Watched(RingFeed):
-    """A feed that calls back before it takes a chunk, and shows the chunk before it is sent."""
-
-    def __init__(
-        self,
-        engine: IpcTrainerEngine,
-        on_chunk: Callable[[int], None],
-        on_data: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        super().__init__(engine, FEED_READER)
-        self._on_data = on_data
-        self._on_chunk = on_chunk
-
-    def take(self, j: int, check: Callable[[], None]) -> tuple[torch.Tensor, list[int]]:
-        self._on_chunk(j)
-        data, fingerprints = super().take(j, check)
-        self._on_data(j, data)
-        return data, fingerprints
+def _payload(reply: Reply) -> object:
+    assert isinstance(reply, InitReply)
+    return reply.payload
 
 
 @contextmanager
@@ -339,7 +353,7 @@ def workers(*hosts: int, hook: bool = False) -> Iterator[list[list[Worker]]]:
 
 @contextmanager
 def strangers(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party]:
-    """Workers on `len(hosts)` hosts, and a sender that has not built a group with them."""
+    """Workers on `len(hosts)` hosts, and a sender that has not connected them."""
     with workers(*hosts, hook=hook) as started:
         made = Party(started, **options)
         try:
@@ -351,9 +365,9 @@ def strangers(*hosts: int, hook: bool = False, **options: Any) -> Iterator[Party
 
 @contextmanager
 def party(*hosts: int, **options: Any) -> Iterator[Party]:
-    """The same with a group of all workers."""
+    """The same, connected."""
     with strangers(*hosts, **options) as made:
-        made.build()
+        made.connect(made.workers)
         yield made
 
 

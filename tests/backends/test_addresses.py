@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.backends.base import Reader
-from weightsync.backends.gloo.group import BoundedCall
-from weightsync.backends.gloo.trainer import ADDRESS_VARIABLE, address_for
+from weightsync.backends.tcp.trainer import ADDRESS_VARIABLE, address_for
 
 
 def to(target: str, local_address: str | None) -> Reader:
@@ -33,15 +32,5 @@ def test_the_way_to_the_target_is_known(
 
 def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr("weightsync.backends.gloo.trainer.source_address", lambda _: "198.51.100.8")
+    monkeypatch.setattr("weightsync.backends.tcp.trainer.source_address", lambda _: "198.51.100.8")
     assert address_for(to("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whatever_keeps_the_sender_from_its_own_group_is_raised() -> None:
-    def join() -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    joining = BoundedCall(join)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        joining.result(None)

@@ -88,8 +88,8 @@ class TestIpcUnpacked(Quick):
 
 
 @pytest.mark.usefixtures("shm_clean")
-class TestGloo(Quick):
-    backend = "gloo"
+class TestTcp(Quick):
+    backend = "tcp"
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         flip_buckets(monkeypatch)

@@ -293,7 +293,7 @@ BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], st
     "unknown backend": (set_in("backend", "pigeon"), ws.BackendUnavailableError, "'pigeon'"),
     "a backend that is no name": (set_in("backend", "a/../b"), ws.ProtocolError, "backend"),
     "no payload": (set_in("payload", None), ws.ProtocolError, "IpcInit"),
-    "another backend's payload": (set_in("backend", "gloo"), ws.ProtocolError, "GlooInit"),
+    "another backend's payload": (set_in("backend", "tcp"), ws.ProtocolError, "TcpInit"),
     "unknown field of the payload": (of_payload("extra", 1), ws.ProtocolError, "extra"),
     "unknown field": (set_in("extra", 1), ws.ProtocolError, "extra"),
     "no lease": (set_in("lease_s", 0), ws.ProtocolError, "lease_s"),

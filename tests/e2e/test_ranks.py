@@ -78,7 +78,7 @@ CASES: list[tuple[int, str, int, dict[str, Any], dict[str, Any]]] = [
     (2, "plain", 1, {"dtype": torch.bfloat16, "packed": False}, {"model": "decoder-bfloat16"}),
     (2, "fsdp", 2, {"delta": "always"}, {}),
     (4, "fsdp", 1, {"delta": "always", **SMALL}, {"apply": "in_place"}),
-    (2, "fsdp", 2, {"delta": "always", "backend": "gloo"}, {}),
+    (2, "fsdp", 2, {"delta": "always", "backend": "tcp"}, {}),
     (2, "fsdp", 1, {"delta": "always", "dtype": torch.bfloat16}, {"model": "decoder-bfloat16"}),
     (2, "plain", 3, {"delta": "always", "packed": False}, {}),
 ]

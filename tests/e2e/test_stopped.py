@@ -196,7 +196,7 @@ class TestReceiver:
                 with fails_in_time(gone.target):
                     sender.send_weights()
 
-    @pytest.mark.parametrize("backend", ["ipc", pytest.param("gloo", marks=soak)])
+    @pytest.mark.parametrize("backend", ["ipc", pytest.param("tcp", marks=soak)])
     def test_no_more_than_a_fifth_is_added(self, host: Host, stop: Stop, backend: Any) -> None:
         """With a `timeout_s` long enough to tell a fifth of it from what a machine needs."""
         relay = Relay(host.receiver("http", model="plain"))

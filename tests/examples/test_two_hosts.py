@@ -76,7 +76,7 @@ def test_three_updates_arrive_on_the_other_host(script: subprocess.Popen[str]) -
         "version 2",
         "version 3",
     ]
-    assert "path gloo" in lines
+    assert "path tcp" in lines
     assert lines[-1] == "the server holds version 3 and is READY"
 
 

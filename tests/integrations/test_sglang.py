@@ -550,7 +550,7 @@ def test_a_server_that_lends_its_weights_is_refused(server: Served) -> None:
 
 def test_another_backend_is_refused(server: Served) -> None:
     with pytest.raises(ConfigError, match="reached by files; leave backend"):
-        connect(model(), server, backend="gloo")
+        connect(model(), server, backend="tcp")
 
 
 def test_a_server_that_is_no_sglang(process: StandInProcess) -> None:

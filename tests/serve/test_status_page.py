@@ -247,7 +247,7 @@ def test_an_update_is_one_point_however_many_workers_had_it() -> None:
 def test_the_fleet_is_what_the_sender_said_with_the_last_update() -> None:
     servers = [
         FleetServer(target="http://a:8000", workers=2, path="shared_memory", load_s=0.25),
-        FleetServer(target="actor b", path="gloo", error="does not answer"),
+        FleetServer(target="actor b", path="tcp", error="does not answer"),
         FleetServer(target="actor c", version=6),
     ]
     told = FleetRecord(sender="trainer on h", version=7, servers=servers)
@@ -259,7 +259,7 @@ def test_the_fleet_is_what_the_sender_said_with_the_last_update() -> None:
     said = section(fragment, "fleet")
     assert said.startswith("Fleet of trainer on h at version 7 ")
     assert "http://a:8000 shared_memory 7 250 ms 2" in said
-    assert "actor b gloo failed 1 does not answer" in said
+    assert "actor b tcp failed 1 does not answer" in said
     assert "actor c 6 1" in said
     assert '<a href="http://a:8000" rel="noreferrer">' in fragment
     assert "former" not in fragment

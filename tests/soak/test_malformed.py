@@ -28,8 +28,8 @@ from tests.soak.malformed import (
     whole_update,
 )
 from tests.soak.sizes import sizes
-from weightsync.backends.gloo.payload import GlooInit, RelayedUpdate
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.backends.tcp.payload import RelayedUpdate, TcpInit
 from weightsync.queues import tensor_packets
 from weightsync.queues.codec import MessageCodec, split
 from weightsync.receiver import WeightReceiver
@@ -251,7 +251,7 @@ def test_parsers_of_handles_and_columns(target: Target, size: int) -> None:
             return
         counted.attempt(lambda: codec.parse_init_info(plain))
         counted.attempt(lambda: codec.parse_update_info(plain))
-        for kind in (IpcInit, GlooInit, RingUpdate, RelayedUpdate):
+        for kind in (IpcInit, TcpInit, RingUpdate, RelayedUpdate):
             counted.attempt(lambda kind=kind: codec.decode_payload(plain, kind))  # type: ignore[misc]
 
     payloads = [json.dumps(json.loads(init)["payload"]).encode()]

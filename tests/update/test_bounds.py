@@ -63,9 +63,9 @@ def test_a_callback_that_never_returns(receiver: ws.WeightReceiver, call: str) -
         let_go.set()
 
 
-@pytest.mark.parametrize(("apply", "backend"), [("staged", "gloo"), ("in_place", "ipc")])
+@pytest.mark.parametrize(("apply", "backend"), [("staged", "tcp"), ("in_place", "ipc")])
 def test_a_slow_hook_behind_a_door_that_takes_one_call_at_a_time(
-    apply: Literal["staged", "in_place"], backend: Literal["ipc", "gloo"]
+    apply: Literal["staged", "in_place"], backend: Literal["ipc", "tcp"]
 ) -> None:
     """It cannot answer for its status beside the step: that its reader works is seen elsewhere."""
     timeout_s = 2.0  # time enough to connect on a busy machine
@@ -164,7 +164,7 @@ def test_a_backend_that_there_is_not_is_refused_before_anybody_is_asked() -> Non
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ws.ConfigError, match="no backend 'typo'; known: auto, gloo, ipc"):
+        with pytest.raises(ws.ConfigError, match="no backend 'typo'; known: auto, ipc, tcp"):
             ws.connect(nn.Linear(6, 5), to=url, backend="typo", timeout_s=TIMEOUT_S)
         with pytest.raises(BlockingIOError):
             listener.accept()

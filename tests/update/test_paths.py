@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 import weightsync as ws
 from weightsync.backends.base import Backend
-from weightsync.backends.gloo.backend import GlooBackend
 from weightsync.backends.ipc.backend import IpcBackend
+from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.backends.registry import choose_backends
 from weightsync.errors import ConfigError
 from weightsync.ranks.commands import RankInfo
@@ -26,19 +26,19 @@ from weightsync.wire.messages import PROTOCOL, Status
 HERE, THERE = "HOST-here", "HOST-there"
 
 
-IPC, GLOO = IpcBackend(), GlooBackend()
-BACKENDS: dict[str, list[Backend]] = {"auto": [IPC, GLOO], "ipc": [IPC], "gloo": [GLOO]}
+IPC, TCP = IpcBackend(), TcpBackend()
+BACKENDS: dict[str, list[Backend]] = {"auto": [IPC, TCP], "ipc": [IPC], "tcp": [TCP]}
 Way = tuple[int, str]
 
 
 def card(*keys: str, no_cuda_ipc: str | None = None) -> RankInfo:
     ipc = {} if no_cuda_ipc is None else {"no_cuda_ipc": no_cuda_ipc}
-    facts = {"ipc": ipc, "gloo": None}
+    facts = {"ipc": ipc, "tcp": None}
     return RankInfo(keys=list(keys), stable=True, sender_id="s", backends=facts)
 
 
 def member(*keys: str) -> Member:
-    facts: dict[str, Any] = {"ipc": {}, "gloo": None}
+    facts: dict[str, Any] = {"ipc": {}, "tcp": None}
     transport = cast(Transport, CallbackTransport(lambda _: None))
     status = Status(
         instance="r",
@@ -72,10 +72,10 @@ class TestWays:
     @pytest.mark.parametrize(
         ("keys", "wanted"),
         [
-            ((HERE,), [(0, "shared_memory"), (0, "gloo")]),
-            (("GPU-9", HERE), [(0, "shared_memory"), (0, "gloo")]),
-            ((THERE,), [(0, "gloo")]),
-            ((), [(0, "gloo")]),
+            ((HERE,), [(0, "shared_memory"), (0, "tcp")]),
+            (("GPU-9", HERE), [(0, "shared_memory"), (0, "tcp")]),
+            ((THERE,), [(0, "tcp")]),
+            ((), [(0, "tcp")]),
         ],
     )
     def test_from_a_cpu(self, keys: tuple[str, ...], wanted: list[Way]) -> None:
@@ -106,33 +106,34 @@ class TestWays:
         assert refused.skipped == {"cuda_ipc": "no ptrace"}
 
     def test_a_backend_is_taken_at_its_word(self) -> None:
-        assert ways(member(HERE), CPU, "gloo") == [(0, "gloo")]
-        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, gloo, ipc"):
+        assert ways(member(HERE), CPU, "tcp") == [(0, "tcp")]
+        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, ipc, tcp"):
             choose_backends("carrier pigeon")
 
     def test_the_order_given_counts_more_than_the_cost(self) -> None:
         near = member(HERE)
-        given = candidates(near, CPU, [GLOO, IPC], ordered=True)
-        assert [way.path for way in given] == ["gloo", "shared_memory"]
+        given = candidates(near, CPU, [TCP, IPC], ordered=True)
+        assert [way.path for way in given] == ["tcp", "shared_memory"]
 
     def test_a_backend_that_one_side_lacks_is_no_way(self) -> None:
         near = member(HERE)
         facts: dict[str, Any] = {"ipc": {}}
-        near.status = replace(near.status, backends=facts, unusable_backends={"gloo": "no network"})
+        near.status = replace(near.status, backends=facts, unusable_backends={"tcp": "no network"})
         assert ways(near, CPU, "auto") == [(0, "shared_memory")]
-        assert near.skipped == {"gloo": "no network"}
+        assert near.skipped == {"tcp": "no network"}
         near.skipped.clear()
         near.status = replace(near.status, unusable_backends={})
-        assert ways(near, CPU, "gloo") == []
-        assert near.skipped == {"gloo": "the receiver does not know this backend"}
+        assert ways(near, CPU, "tcp") == []
+        assert near.skipped == {"tcp": "the receiver does not know this backend"}
 
-    def test_the_former_name_is_known(self) -> None:
-        with pytest.warns(DeprecationWarning, match="called `gloo` now"):
-            chosen, _ = choose_backends("distributed")
-        assert [backend.name for backend in chosen] == ["gloo"]
+    @pytest.mark.parametrize("former", ["distributed", "gloo"])
+    def test_the_former_names_are_known(self, former: str) -> None:
+        with pytest.warns(DeprecationWarning, match=f"`{former}` is called `tcp` now"):
+            chosen, _ = choose_backends(former)
+        assert [backend.name for backend in chosen] == ["tcp"]
 
     def test_a_name_that_is_none_opens_nothing(self) -> None:
-        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, gloo, ipc"):
+        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, ipc, tcp"):
             ws.connect(torch.nn.Linear(1, 1), to=_never, backend="typo")
 
 
@@ -146,7 +147,7 @@ class TestSettling:
         wishes = {m: candidates(m, CPU, BACKENDS["auto"]) for m in (near, far)}
         assert assign(wishes) == {
             near: (0, "shared_memory"),
-            far: (0, "gloo"),
+            far: (0, "tcp"),
         }
 
     def test_one_rank_has_one_ring(self) -> None:

@@ -95,7 +95,7 @@ SHAPES = [
     pytest.param((2, 2, 1, {}), id="two-replicas"),
     pytest.param((2, 1, 2, {"apply": "in_place"}), id="two-workers-in-place"),
     pytest.param((1, 1, 1, {"apply": "staged", "packed": True}), id="one-of-each-staged"),
-    pytest.param((2, 1, 1, {"transfer_backend": "gloo"}), id="as-between-hosts"),
+    pytest.param((2, 1, 1, {"transfer_backend": "tcp"}), id="as-between-hosts"),
 ]
 
 

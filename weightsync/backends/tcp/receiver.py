@@ -126,12 +126,14 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         """
         if self._membership is None:
             return self._inner.sender_alive()
-        return True if self._relay is not None and self._relay.sender_alive else None
+        relay = self._relay  # which another thread may drop meanwhile
+        return True if relay is not None and relay.sender_alive else None
 
     def beat(self) -> None:
         self._inner.beat()
-        if self._at_work and self._control is not None:
-            self._control.beat_writer()
+        control = self._control
+        if self._at_work and control is not None:
+            control.beat_writer()
 
     def usage(self) -> list[SharedMemoryUsage]:
         """Return the mappings of this engine. A member owns its ring."""

@@ -208,8 +208,12 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         return self._ring.table_digest
 
     def unready(self, readers: Sequence[int]) -> list[int]:
-        """Return the readers whose host has lost its member, and second members of one host."""
-        found: list[int] = []
+        """Return the readers whose host has lost its member, and second members of one host.
+
+        Readers whose handshake failed, or ended since that of another one did, are among them.
+        """
+        known = {index for host in self._hosts for index in host.on_ring}
+        found = [reader for reader in readers if reader not in known]
         fed: set[str] = set()
         for host in self._hosts:
             taking = [index for index in host.on_ring if index in readers]

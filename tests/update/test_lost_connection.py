@@ -1,4 +1,4 @@
-"""A private group that ended without a goodbye: its sender may be about to make it anew."""
+"""A connection that ended without a goodbye: its sender may be about to connect again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import weightsync as ws
-from weightsync.backends.gloo.payload import GlooInit
+from weightsync.backends.tcp.payload import TcpInit
 from weightsync.errors import ConnectError
 from weightsync.wire import codec
 from weightsync.wire.messages import FinishRequest, InitRequest
@@ -45,9 +45,9 @@ def test_it_is_waited_for_no_longer_than_the_lease() -> None:
     trained = nn.Linear(4, 4)
     first, late = Far("host-first"), Far("host-late")
     try:
-        with ws.connect(trained, to=first, backend="gloo", timeout_s=TIMEOUT_S) as sender:
+        with ws.connect(trained, to=first, backend="tcp", timeout_s=TIMEOUT_S) as sender:
             sender.send_weights()
-        sender = ws.connect(trained, to=[first, late], backend="gloo", timeout_s=TIMEOUT_S)
+        sender = ws.connect(trained, to=[first, late], backend="tcp", timeout_s=TIMEOUT_S)
         try:
             assert late.state == "CATCHING_UP"
             late.cut = True
@@ -64,13 +64,13 @@ def test_it_is_waited_for_no_longer_than_the_lease() -> None:
         late.receiver.close()
 
 
-def test_its_sender_may_compute_for_longer_than_a_lease_while_the_group_holds() -> None:
+def test_its_sender_may_compute_for_longer_than_a_lease_while_the_connection_holds() -> None:
     """No heartbeat is seen across hosts: that the sender is connected counts instead."""
     torch.manual_seed(0)
     trained, far = nn.Linear(4, 4), Far("host-far", lease_s=1.0)
     try:
-        with ws.connect(trained, to=far, backend="gloo", timeout_s=TIMEOUT_S) as sender:
-            assert sender.send_weights().path == "gloo"
+        with ws.connect(trained, to=far, backend="tcp", timeout_s=TIMEOUT_S) as sender:
+            assert sender.send_weights().path == "tcp"
             tensors = list(trained.state_dict().items())
             with sender.update() as update:
                 update.send(tensors[:1])
@@ -82,8 +82,8 @@ def test_its_sender_may_compute_for_longer_than_a_lease_while_the_group_holds() 
 
 
 @pytest.mark.usefixtures("shm_clean")
-def test_one_that_could_not_be_made_anew_leaves_no_update_for_ever() -> None:
-    """The old group is over before the new one is reached, so no engine tells of its sender."""
+def test_one_that_could_not_be_made_again_leaves_no_update_for_ever() -> None:
+    """The old connection is over before the new one is made, so no engine tells of its sender."""
     far = Far("host-far")
     offers: list[InitInfo] = []
 
@@ -94,16 +94,17 @@ def test_one_that_could_not_be_made_anew_leaves_no_update_for_ever() -> None:
         far.cut = far.cut or isinstance(request, FinishRequest)
         return far(message)
 
-    lost = ws.connect(nn.Linear(4, 4), to=line, backend="gloo", timeout_s=TIMEOUT_S)
+    lost = ws.connect(nn.Linear(4, 4), to=line, backend="tcp", timeout_s=TIMEOUT_S)
     try:
         with pytest.raises(ConnectError):
             lost.send_weights()
         assert (far.state, far.receiver.status().orphaned) == ("PREPARED", False)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        offer = codec.decode_payload(offers[-1].payload, GlooInit)
-        assert offer.group is not None
-        nowhere = replace(offer, group=replace(offer.group, port=port, address="127.0.0.1"))
+        offer = codec.decode_payload(offers[-1].payload, TcpInit)
+        assert offer.member is not None
+        peer = replace(offer.member.sender, port=port, address="127.0.0.1")
+        nowhere = replace(offer, member=replace(offer.member, sender=peer))
         with pytest.raises(ConnectError):
             far.receiver.dispatch(InitRequest(init_info=replace(offers[-1], payload=nowhere)))
         lost.close()
@@ -117,10 +118,10 @@ def test_one_that_could_not_be_made_anew_leaves_no_update_for_ever() -> None:
 
 @pytest.mark.usefixtures("shm_clean")
 def test_workers_of_a_restarted_server_are_connected_beside_a_member_that_is_lost() -> None:
-    """They form a group of their own, and receive the version that the others hold."""
+    """They receive the version that the others hold."""
     trained = nn.Linear(4, 4)
     here, lost = Far("host-here"), Far("host-lost")
-    sender = ws.connect(trained, to=[here, lost], backend="gloo", timeout_s=TIMEOUT_S)
+    sender = ws.connect(trained, to=[here, lost], backend="tcp", timeout_s=TIMEOUT_S)
     try:
         sender.send_weights()
         coordinator = sender._coordinator
