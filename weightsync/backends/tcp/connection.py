@@ -28,7 +28,7 @@ _REQUEST = struct.Struct("<IIQQ")
 _REQUEST_MAGIC = 0x7773_7201
 _HELLO = struct.Struct("<I16sq")
 _HELLO_MAGIC = 0x7773_6801
-_BEAT, _WANTS, _WANTS_NEXT, _SIGNS = range(4)
+_BEAT, _WANTS, _WANTS_NEXT, _SIGNS, _TOOK = range(5)
 """Kinds of what a reading host sends."""
 _MOST_SIGNS = 4096
 _TICK_S = 0.2
@@ -57,6 +57,7 @@ class FrameKind(IntEnum):
     ABORTED = 3
     FAILED = 4
     GONE = 5
+    DESCRIBES = 6
 
 
 class Frame(NamedTuple):
@@ -102,6 +103,7 @@ class Connection:
         self._patience_s = patience_s
         self._heard_at = time.monotonic()
         self._unread = b""
+        self._taken = 0
         self._sends = threading.Lock()
         _open.add(sock)
         tick = struct.pack("ll", 0, int(_TICK_S * 1e6))
@@ -196,14 +198,17 @@ class Connection:
         """Read the bytes of a frame: as many as `into` has."""
         self._receive(into, check)
 
-    def skip(self, frame: Frame, check: Check) -> None:
-        """Read what belongs to a frame, and drop it."""
-        scratch = memoryview(bytearray(min(1 << 20, 8 * frame.num_fingerprints + frame.nbytes)))
-        left = 8 * frame.num_fingerprints + frame.nbytes
-        while left:
-            part = scratch[: min(left, len(scratch))]
+    def skip(self, nbytes: int, check: Check) -> None:
+        """Read bytes, and drop them."""
+        scratch = memoryview(bytearray(min(1 << 20, nbytes)))
+        while nbytes:
+            part = scratch[: min(nbytes, len(scratch))]
             self._receive(part, check)
-            left -= len(part)
+            nbytes -= len(part)
+
+    def took(self) -> None:
+        """Say that a chunk was taken whose bytes did not come in this stream."""
+        self._send(_REQUEST.pack(_REQUEST_MAGIC, _TOOK, 0, 0))
 
     # The serving host
 
@@ -222,6 +227,16 @@ class Connection:
                 return found
             self._hear(is_idle=True, flags=0)
         return None
+
+    def wait_taken(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the reading host has said `took` once more. Raises TransferError."""
+        while not self._taken:
+            if is_over():
+                raise TransferError("the connection is closed")
+            self._hear(flags=0)
+            if self._parsed() is not None:
+                raise ProtocolError("a host that takes a chunk asks for others")
+        self._taken -= 1
 
     def send_frame(self, frame: Frame, fingerprints: Sequence[int], data: memoryview) -> None:
         """Send a frame and what belongs to it, as long as the reading host shows that it lives."""
@@ -270,7 +285,7 @@ class Connection:
         """Return the first request among what was read; signs of life are dropped."""
         while len(self._unread) >= _REQUEST.size:
             magic, kind, epoch, first = _REQUEST.unpack_from(self._unread)
-            if magic != _REQUEST_MAGIC or kind > _SIGNS or (kind == _SIGNS and epoch > _MOST_SIGNS):
+            if magic != _REQUEST_MAGIC or kind > _TOOK or (kind == _SIGNS and epoch > _MOST_SIGNS):
                 raise ProtocolError("the connection carries something else than requests")
             end = _REQUEST.size + (8 * epoch if kind == _SIGNS else 0)
             if len(self._unread) < end:
@@ -278,6 +293,7 @@ class Connection:
             if kind == _SIGNS:
                 self.signs = array("Q", self._unread[_REQUEST.size : end]).tolist()
             self._unread = self._unread[end:]
+            self._taken += kind == _TOOK
             if kind in (_WANTS, _WANTS_NEXT):
                 return Request(epoch, first, kind == _WANTS_NEXT)
         return None
