@@ -24,7 +24,7 @@ from weightsync.errors import BackendUnavailableError, ProtocolError, TransferEr
 
 _PLACE = struct.Struct("<QQ")
 _MOST_METADATA = 1 << 24
-_SPIN_S, _SLEEP_S = 0.0005, 0.0002
+_SPIN_S, _SLEEP_S = 0.05, 0.0002
 _LIMIT_S = 30.0
 """How long one chunk may take: NIXL over TCP does not notice a peer that stands still."""
 
@@ -87,7 +87,14 @@ class NixlCarrier:
     ) -> None:
         place = _PLACE.pack(address, frame.nbytes)
         connection.send_frame(frame, fingerprints, memoryview(place))
-        connection.wait_taken(lambda: self._closed)
+        begun = time.monotonic()
+        while not connection.is_taken():
+            if self._closed:
+                raise TransferError("this host does not serve any more")
+            # Over TCP the other host's read advances in here.
+            with self._lock, _errors("serving a read"):
+                self._agent.get_new_notifs()
+            _pause(begun)
 
     def receive(self, connection: Connection, frame: Frame, into: memoryview, check: Check) -> None:
         """Fetch a chunk."""
@@ -110,14 +117,10 @@ class NixlCarrier:
     def _wait(self, handle: Any, state: str, check: Check) -> None:
         begun = time.monotonic()
         while state == "PROC":
-            waited_s = time.monotonic() - begun
-            if waited_s > _LIMIT_S:
+            if time.monotonic() - begun > _LIMIT_S:
                 raise TransferError(f"a read did not end within {_LIMIT_S:g} s")
-            if waited_s < _SPIN_S:
-                os.sched_yield()
-            else:
-                time.sleep(_SLEEP_S)
-                check()
+            _pause(begun)
+            check()
             with self._lock, _errors("reading"):
                 state = self._agent.check_xfer_state(handle)
         if state != "DONE":
@@ -159,10 +162,20 @@ def _make_agent() -> Any:
     with _errors("NIXL", BackendUnavailableError):
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  # the extra `nixl`
 
-        agent = nixl_agent(f"weightsync-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        # Without NIXL's thread, which would keep a core busy also between updates.
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        agent = nixl_agent(f"weightsync-{uuid.uuid4().hex}", config)
     if "UCX" not in agent.backends:
         raise BackendUnavailableError("NIXL has no backend UCX here; install nixl's wheel for it")
     return agent
+
+
+def _pause(begun: float) -> None:
+    """Let other threads and processes run: for longer, the longer something takes."""
+    if time.monotonic() - begun < _SPIN_S:
+        os.sched_yield()
+    else:
+        time.sleep(_SLEEP_S)
 
 
 def _address_of(data: memoryview) -> int:

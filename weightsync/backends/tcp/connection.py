@@ -228,15 +228,19 @@ class Connection:
             self._hear(is_idle=True, flags=0)
         return None
 
-    def wait_taken(self, is_over: Callable[[], bool]) -> None:
-        """Wait until the reading host has said `took` once more. Raises TransferError."""
-        while not self._taken:
-            if is_over():
-                raise TransferError("the connection is closed")
-            self._hear(flags=0)
+    def is_taken(self) -> bool:
+        """Whether the reading host has said `took` once more; never blocks.
+
+        Raises TransferError where it is gone or silent.
+        """
+        if not self._taken:
+            self._hear()
             if self._parsed() is not None:
                 raise ProtocolError("a host that takes a chunk asks for others")
+        if not self._taken:
+            return False
         self._taken -= 1
+        return True
 
     def send_frame(self, frame: Frame, fingerprints: Sequence[int], data: memoryview) -> None:
         """Send a frame and what belongs to it, as long as the reading host shows that it lives."""
