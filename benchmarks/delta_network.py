@@ -36,13 +36,13 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import uvicorn
-from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
+from benchmarks.receiving import serve_until_killed
 from tests.hosts.namespaces import Host, HostNetwork, host_network, netns_problem
 from weightsync.cli.bench_receiver import make_model, smollm2, total_nbytes
+from weightsync.server.listening import listen
 
 PORT, RAW_PORT = 8600, 8601
 TOKEN = "delta"  # noqa: S105  # a private network
@@ -217,16 +217,9 @@ def change(changed: nn.Module, share: float, random: torch.Generator) -> None:
 
 def receive(address: str) -> None:
     """Serve one worker, and raw exchanges, until killed."""
-    threading.Thread(target=_answer_raw, args=(_listener(address, RAW_PORT),), daemon=True).start()
+    threading.Thread(target=_answer_raw, args=(listen(address, RAW_PORT),), daemon=True).start()
     receiver = ws.WeightReceiver(make_model(smollm2(), torch.bfloat16, value=0))
-    app = FastAPI()
-    app.include_router(ws.server.weight_router(receiver, token=TOKEN))
-    listener = _listener(address, PORT)
-    print("ready", flush=True)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    serve_until_killed(receiver, address, PORT, TOKEN)
 
 
 def send(address: str, share: float, fulls: int, deltas: int, pause_s: float) -> None:
@@ -290,14 +283,6 @@ def _answer_raw(listener: socket.socket) -> None:
             while head := stream.read(_LENGTH.size):
                 stream.read(_LENGTH.unpack(head)[0])
                 connection.sendall(b"+")
-
-
-def _listener(address: str, port: int) -> socket.socket:
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(64)
-    return listener
 
 
 @contextmanager

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import uvicorn
-from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
+from benchmarks.receiving import http_server
 from benchmarks.rivals.contract import Job, Reader, Rival, RivalError
 from benchmarks.rivals.crew import Crew
 from benchmarks.rivals.parameters import addresses, load
@@ -78,13 +77,8 @@ class Receiver(Reader):
         self._swapped = module if (sink, apply) == ("module", "staged") else nn.Module()
         self._before = addresses(self._swapped)
         self._receiver = ws.WeightReceiver(hook, apply=apply)
-        app = FastAPI()
-        app.include_router(ws.server.weight_router(self._receiver, token=token))
+        self._server = http_server(self._receiver, token)
         self._listener = listen("127.0.0.1", 0)
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
-        )
-        self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
