@@ -389,7 +389,6 @@ def codings() -> list[Coding]:
         "gaps continued after 255": Parts(continues=True, signs=False),
         "signs as bits, others apart": Parts(continues=False, signs=True),
         "gaps in planes, signs as bits": Parts(continues=False, signs=True, planes=True),
-        "gaps continued, signs as bits": Parts(continues=True, signs=True),
     }
     return [
         ours("weightsync"),
