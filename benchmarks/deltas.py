@@ -26,13 +26,23 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from benchmarks.delta_codings import LAYER as TENSORS
 from weightsync.cli.bench import _CATCH_UP_S, _receiver
 from weightsync.cli.bench_receiver import BenchSetup, ShapesName, make_model, shapes_of
 from weightsync.tensors import as_bytes
 
 RECORDED = Path(__file__).with_name("recorded_steps.npz")
 PREFIX = "model.layers.15."
+TENSORS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
 EMBEDDING_SHARES = {"1e-06": 0.0125, "1e-05": 0.028, "5e-05": 0.079}
 """Share of the embedding's values that changed in a step, by learning rate (docs/deltas.md)."""
 WARMUP = 3

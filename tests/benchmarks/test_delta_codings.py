@@ -12,16 +12,18 @@ import pytest
 pytest.importorskip("zstandard", reason="the extra `delta`")
 
 from benchmarks.delta_codings import (
-    LAYER,
-    Bits,
+    FIRST_LAYER,
     Changes,
     Coding,
     codings,
     main,
     measure,
+    one_tensor,
     random_bits,
     random_changes,
 )
+from benchmarks.peer_codings import Bits
+from benchmarks.shapes import smollm2
 
 ALL = codings()
 DENSE_AND_SPARSE = (0.5, 0.01, 0.0003)
@@ -33,7 +35,8 @@ def changes_of_every_size() -> Changes:
     gaps = np.concatenate([random.integers(1, 600, 3000), [254, 255, 256, 510, 65_536, 1 << 17]])
     positions = np.cumsum(gaps).astype(np.uint64)
     old = random_bits(int(positions[-1]) + 100)
-    return Changes.between("all", positions, old, old[positions] + every_step(len(positions)))
+    now = old[positions] + every_step(len(positions))
+    return Changes.between("all", positions, one_tensor(old), now)
 
 
 def every_step(count: int) -> Bits:
@@ -54,7 +57,9 @@ def test_a_coding_decodes_to_what_was_coded(coding: Coding) -> None:
 
 
 def test_a_coding_that_loses_something_is_found() -> None:
-    loses = Coding("loses", ALL[0].encode, lambda data, old: ALL[0].decode(data, old + 1))
+    loses = Coding(
+        "loses", ALL[0].encode, lambda data, old: ALL[0].decode(data, one_tensor(old.bits + 1))
+    )
     with pytest.raises(ValueError, match=r"loses decodes random, 1.0% to other values"):
         measure(loses, random_changes(1 << 12, 0.01), 0.0)
 
@@ -64,8 +69,10 @@ def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     arrays: dict[str, Any] = {}
     for step in (1, 2):
         changes = random_changes(576, 0.1)  # of each tensor; the smallest has 576 values
-        for name in LAYER:
-            key = f"1e-06/{step}/model.layers.15.{name}.weight"
+        for tensor in smollm2():
+            if not tensor.name.startswith(FIRST_LAYER):
+                continue
+            key = f"1e-06/{step}/{tensor.name.replace(FIRST_LAYER, 'model.layers.15.')}"
             arrays[f"{key}/gaps"] = np.diff(changes.positions, prepend=np.uint64(0)).astype("u4")
             arrays[f"{key}/before"], arrays[f"{key}/now"] = changes.before, changes.now
     np.savez(path, **arrays)
