@@ -39,6 +39,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from benchmarks.changes import at_random
 from benchmarks.receiving import serve_until_killed
 from tests.hosts.namespaces import Host, HostNetwork, host_network, netns_problem
 from weightsync.cli.bench_receiver import make_model, smollm2, total_nbytes
@@ -206,15 +207,6 @@ def model() -> nn.Module:
     return made
 
 
-def change(changed: nn.Module, share: float, random: torch.Generator) -> None:
-    """Move a share of the values to a neighbour, up or down, at random places."""
-    for parameter in changed.parameters():
-        bits = parameter.data.view(-1).view(torch.int16)
-        drawn = torch.rand(bits.numel(), generator=random)
-        bits += (drawn < share / 2).to(torch.int16)
-        bits -= (drawn > 1 - share / 2).to(torch.int16)
-
-
 def receive(address: str) -> None:
     """Serve one worker, and raw exchanges, until killed."""
     threading.Thread(target=_answer_raw, args=(listen(address, RAW_PORT),), daemon=True).start()
@@ -225,13 +217,13 @@ def receive(address: str) -> None:
 def send(address: str, share: float, fulls: int, deltas: int, pause_s: float) -> None:
     """Send full updates, deltas and raw exchanges; print them as JSON."""
     torch.set_num_threads(1)
-    sent, random = model(), torch.Generator().manual_seed(1)
+    sent, change = model(), at_random(share)
     url, updates = f"http://{address}:{PORT}", []
     with ws.connect(sent, to=url, token=TOKEN, timeout_s=WAIT_S, delta="auto") as sender:
         sender.verify = True
         for number in range(WARM_DELTAS + deltas + 1):
             if number:
-                change(sent, share, random)
+                change(dict(sent.named_parameters()), number)
             time.sleep(pause_s)
             update = _timed(sender.send_weights)
             if number == 0 or number > WARM_DELTAS:
