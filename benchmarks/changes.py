@@ -19,8 +19,7 @@ EMBEDDING_SHARES = {"1e-06": 0.0125, "1e-05": 0.028, "5e-05": 0.079}
 """Share of the embedding's values that changed in a step, by learning rate (docs/deltas.md)."""
 VALUES_OF_LINE = 32
 """Values of two bytes in one of the lines that weightsync's deltas consist of."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_TURN = 977
+_LAYER = re.compile(r"model\.layers\.\d+\.(.+)")
 Change = Callable[[Parameters, int], None]
 """Changes bf16 parameters as step number N of training does."""
 
@@ -75,24 +74,40 @@ def at_random(share: float) -> Change:
 def as_recorded(name: str) -> Change:
     """Return a function that changes every layer as a recorded step changed one.
 
-    Positions are rotated, so that layers and steps differ. The embedding changes at random, by the
-    share that was recorded.
+    The rows, and the lines of each row, are shuffled anew for each tensor and step: repeated
+    positions would be coded in few bytes. The embedding changes at random, by the share that was
+    recorded.
     """
     layer = read_step(name)
     share = EMBEDDING_SHARES[name.partition("/")[0]]
 
     def change(parameters: Parameters, number: int) -> None:
         random = torch.Generator().manual_seed(number)
+        order = np.random.default_rng(number)
         for full_name, tensor in parameters.items():
             in_layer = _LAYER.fullmatch(full_name)
-            if in_layer is not None and len((found := layer[in_layer[2]]).positions):
-                turned = found.positions + _TURN * (int(in_layer[1]) + number)
-                differences = (found.now - found.before).view(np.int16)
-                _add(tensor, torch.from_numpy(turned % tensor.numel()), differences)
+            if in_layer is not None:
+                found = layer[in_layer[1]]
+                places = torch.from_numpy(_shuffled(found.positions, tensor.shape, order))
+                _add(tensor, places, (found.now - found.before).view(np.int16))
             elif "embed" in full_name:
                 _move(tensor, share, random)
 
     return change
+
+
+def _shuffled(
+    positions: npt.NDArray[np.int64], shape: torch.Size, order: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """Return positions in a matrix whose rows, and the lines of each row, have another order."""
+    if len(shape) < 2 or shape[1] % VALUES_OF_LINE:
+        return positions
+    rows, places = np.divmod(positions, shape[1])
+    lines, places = np.divmod(places, VALUES_OF_LINE)
+    rows = order.permutation(shape[0])[rows]
+    lines = order.permutation(shape[1] // VALUES_OF_LINE)[lines]
+    shuffled: npt.NDArray[np.int64] = rows * shape[1] + lines * VALUES_OF_LINE + places
+    return shuffled
 
 
 def _move(tensor: torch.Tensor, share: float, random: torch.Generator) -> None:

@@ -22,7 +22,8 @@ from benchmarks.delta_codings import (
     random_bits,
     random_changes,
 )
-from benchmarks.peer_codings import Bits
+from benchmarks.peer_codings import PEERS, Bits, Flat, Pair, PeerCoding
+from benchmarks.rivals.registry import RIVALS
 from benchmarks.shapes import smollm2
 
 ALL = codings()
@@ -54,6 +55,24 @@ def test_a_coding_decodes_to_what_was_coded(coding: Coding) -> None:
         positions, now = coding.decode(coding.encode(changes), changes.old)
         assert np.array_equal(positions, changes.positions)
         assert np.array_equal(now, changes.now)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_body_of_several_tensors_is_applied_to_them(peer: PeerCoding) -> None:
+    everything = changes_of_every_size()
+    some, none = random_changes(1 << 14, 0.02), random_changes(96, 0.0)
+    pairs = [
+        Pair(Flat(changes.old.bits, columns), changes.new)
+        for changes, columns in ((some, 576), (none, 96), (everything, 1), (some, 1 << 14))
+    ]
+    tensors = [Flat(pair.old.bits.copy(), pair.old.columns) for pair in pairs]
+    peer.apply(peer.encode(pairs), tensors)
+    for pair, tensor in zip(pairs, tensors, strict=True):
+        assert np.array_equal(tensor.bits, pair.new)
+
+
+def test_the_comparison_has_the_codings_of_all_others() -> None:
+    assert list(RIVALS["delta/http_body"].ways) == [peer.name for peer in PEERS]
 
 
 def test_a_coding_that_loses_something_is_found() -> None:
