@@ -43,7 +43,7 @@ class Trainer(Rival):
             module,
             to=to,
             token=token,
-            backend="gloo" if path == "gloo" else "auto",
+            backend="tcp" if path == "tcp" else "auto",
             packed={"packed": True, "unpacked": False}.get(path),
             delta=self._delta,  # type: ignore[arg-type] # one of three words
         )

@@ -85,10 +85,10 @@ RIVALS: dict[str, Entry] = {
     "weightsync/packed/hook_staged": replace(
         _STAGED, option="packed,hook,staged,off", title="weightsync, packed, hook staged"
     ),
-    "weightsync/gloo": replace(
+    "weightsync/tcp": replace(
         _STAGED,
-        option="gloo,module,staged,off",
-        title="weightsync, as if to another host (private Gloo group)",
+        option="tcp,module,staged,off",
+        title="weightsync, as if to another host (TCP)",
     ),
     "torch_queue/file_descriptor": Entry(
         module="torch_queue",
@@ -133,9 +133,9 @@ RIVALS: dict[str, Entry] = {
     "delta/weightsync/always": replace(
         _DELTA, option="unpacked,module,staged,always", title='weightsync, `delta="always"`'
     ),
-    "delta/weightsync/gloo": replace(
+    "delta/weightsync/tcp": replace(
         _DELTA,
-        option="gloo,module,staged,always",
+        option="tcp,module,staged,always",
         title='weightsync, `delta="always"`, as if to another host',
         fixed_models=2.3,
     ),
