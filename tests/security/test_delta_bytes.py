@@ -210,6 +210,8 @@ class Victim:
 def small_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "_PACKET_LINES", 16)
     monkeypatch.setattr(delta, "SECTION_VALUES", 10)
+    monkeypatch.setattr(delta, "_CODED_NBYTES", 64 * 6)
+    monkeypatch.setattr(delta, "_EARLY_NBYTES", 100)
     monkeypatch.setattr(delta, "_BLOCK_LINES", 16)
 
 
@@ -296,7 +298,9 @@ class Damage:
         limits = (1 << 20, 20_000, 200)
         positions, first = np.unique(words % np.uint64(limits[self.number % 3]), return_index=True)
         words = words[first]
-        return encode(Section(positions, words.astype(np.uint16)))
+        coded = encode(Section(positions, words.astype(np.uint16)))
+        head = struct.pack("<QQ", delta._CODED_MAGIC, len(coded))
+        return head.ljust(HEADER_NBYTES, b"\0") + coded
 
 
 KINDS: tuple[str, ...] = (

@@ -117,7 +117,7 @@ class RankWorker:
         self._passes: list[str] = []
         self._in_update = False
         self._moves_model = True
-        self._sends_delta = self._codes_early = False
+        self._sends_delta = False
         self._changes: ChangeLog | None = None
         self._delta: DeltaSource | None = None
         self._records: DeltaTask | None = None
@@ -374,7 +374,7 @@ class RankWorker:
             task.bases,
             task.expected,
             scrub=task.scrub,
-            by_value=self._codes_early,
+            by_value=task.by_value and len(self._passes) == 1,
             to_shards=task.to_shards,
         )
 
@@ -384,8 +384,6 @@ class RankWorker:
         self._passes = [name for name in command.readers if not self.backend(name).requires]
         task = command.delta
         self._sends_delta = task is not None and bool(task.bases)
-        # Such a delta is coded before its size can be said; by one pass for all engines.
-        self._codes_early = task is not None and task.by_value and len(self._passes) == 1
         self._moves_model = not command.pairs
         self._in_update = True
         if self.source.is_made:
@@ -543,7 +541,7 @@ class RankWorker:
         """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
         in_place = self.backend(name).reads_in_place and self._packed is False
         if self._sends_delta:
-            in_place = self._codes_early
+            in_place = False
         takes_part = name in self._passes and self.source.is_made and self._moves_model
         return takes_part and in_place != packed
 

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -28,11 +27,11 @@ from weightsync.weights.copy_plan import Memory
 from weightsync.weights.delta_coding import (
     SECTION_VALUES,
     VALUES,
-    VALUES_MAGIC,
     Section,
     changed_values,
     decode,
     encode,
+    section_nbytes,
 )
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import (
@@ -69,6 +68,12 @@ _END = struct.Struct("<QQQQQQQ")
 _END_MAGIC = 0x7773_656E_6421_0001
 _SLACK = 1.15
 """Room for more lines than the estimate, which has looked at one in 512."""
+_CODED_MAGIC = 0x7773_6C69_6E65_0002
+_CODED_NBYTES = (1 << 20) + LINE
+"""Bytes of a packet of coded values: in a bucket of 2 MiB it is alone, and goes as soon as it is
+written. The backend `tcp` does not send the zeros at its end."""
+_EARLY_PACKETS, _EARLY_NBYTES = 12, 96 << 10
+"""Packets that go before they are full, so that the path is busy while the rest is coded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,11 +354,12 @@ class DeltaSource:
         # A compiled scan ends a packet where fewer lines are left than it looks at together.
         capacity = min(_PACKET_LINES, -(-(max(room, 1) + WORDS) // 16) * 16)
         self._packets = max(-(-room // (capacity - WORDS + 1)), 1)
-        self._sections: list[bytes] | None = None
+        self._is_coded = by_value and log.keeps and self._also is None
+        self._coded_nbytes = 0
         shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
-        if by_value and log.keeps and self._also is None:
-            self._sections = list(self._encode())
-            shapes = list(map(len, self._sections))
+        if self._is_coded:
+            self._packets = _EARLY_PACKETS + -(-room * LINE // (_CODED_NBYTES - _HEADER_NBYTES))
+            shapes = [_CODED_NBYTES] * self._packets
         shapes.append(_END.size)
         self.manifest = Manifest(
             tuple(TensorSpec(f"delta.{i}", "uint8", (n,)) for i, n in enumerate(shapes))
@@ -362,8 +368,8 @@ class DeltaSource:
     @property
     def nbytes(self) -> int:
         """Bytes of the lines and their numbers, or of the coded values, once they were sent."""
-        if self._sections is not None:
-            return self.manifest.nbytes
+        if self._is_coded:
+            return self._coded_nbytes + len(self.manifest.specs) * _HEADER_NBYTES
         return self.written_lines * (LINE + 4) + len(self.manifest.specs) * _HEADER_NBYTES
 
     @property
@@ -385,10 +391,17 @@ class DeltaSource:
 
     def writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
         """Yield what writes each packet to memory that it is given."""
-        if self._sections is not None:
-            for i, section in enumerate(self._sections):
-                yield f"delta.{i}", partial(_write_bytes, section)
-            yield f"delta.{len(self._sections)}", self._write_end
+        if self._is_coded:
+            coded = _CodedPackets(self._encode())
+            for i in range(self._packets):
+                yield f"delta.{i}", coded.write
+            self._coded_nbytes = coded.nbytes
+            if not coded.done:
+                coded.close()
+                raise DeltaError(
+                    "the changes take more bytes coded than as they are; send them whole"
+                )
+            yield f"delta.{self._packets}", self._write_end
             return
         scan = self._log.scan(self._weights_id, pairs_of(self._source), self._also)
         packets = _Packets(self._log, scan, adds_up=self._to_shards)
@@ -405,7 +418,7 @@ class DeltaSource:
         self._also = self._log.marks_since(list(self._bases))
         yield f"delta.{self._packets}", self._write_end
 
-    def _encode(self) -> Iterator[bytes]:
+    def _encode(self) -> Generator[bytes, None, None]:
         """Yield the changed values as coded sections; reads the whole source."""
         waiting: list[Section] = []
         for section in self._log.changes(self._weights_id, pairs_of(self._source)):
@@ -446,8 +459,40 @@ def pairs_of(source: WeightSource) -> Iterator[NamedTensor] | list[NamedTensor]:
     return [(spec.name, t) for spec, t in zip(source.manifest.specs, stable, strict=True)]
 
 
-def _write_bytes(data: bytes, target: torch.Tensor) -> None:
-    target.numpy()[:] = np.frombuffer(data, np.uint8)
+class _CodedPackets:
+    """Writes coded sections to packets, as they are made; a section may lie in several packets."""
+
+    def __init__(self, sections: Generator[bytes, None, None]) -> None:
+        self.nbytes = 0
+        self.done = False
+        self._sections = sections
+        self._waiting = bytearray()
+        self._early = _EARLY_PACKETS
+
+    def write(self, target: torch.Tensor) -> None:
+        """Fill `uint8[nbytes]` with a header, coded bytes, and zeros."""
+        room = target.numel() - _HEADER_NBYTES
+        wanted = min(_EARLY_NBYTES, room) if self._early else room
+        while len(self._waiting) < wanted and not self.done:
+            section = next(self._sections, None)
+            if section is None:
+                self.done = True
+            else:
+                self._waiting += section
+        self._early -= self._early > 0
+        taken = min(len(self._waiting), room)
+        into, end = target.numpy(), _HEADER_NBYTES + taken
+        into[:_HEADER_NBYTES] = 0
+        _HEADER.pack_into(into.data, 0, _CODED_MAGIC, taken)
+        into[_HEADER_NBYTES:end] = np.frombuffer(self._waiting, np.uint8, taken)
+        into[end:] = 0
+        del self._waiting[:taken]
+        self.nbytes += taken
+        self.done = self.done and not self._waiting
+
+    def close(self) -> None:
+        """End the scan."""
+        self._sections.close()
 
 
 class _Packets:
@@ -499,6 +544,7 @@ class DeltaTarget(LoadTarget):
         self._memory = memory
         self._base, self._written = int(base_total, 16), 0
         self._lines = 0
+        self._coded = bytearray()
         self._marks = new_marks(memory.lines)
 
     def begin(self) -> None:
@@ -540,8 +586,8 @@ class DeltaTarget(LoadTarget):
             return
         view = flat.numpy().data
         magic, count = _HEADER.unpack_from(view) if flat.numel() >= _HEADER_NBYTES else (0, 0)
-        if magic == VALUES_MAGIC:
-            self._take_values(view)
+        if magic == _CODED_MAGIC:
+            self._take_coded(name, view, count)
             return
         if magic != _LINES_MAGIC:
             raise ProtocolError(f"{name} is no packet of a delta; the message is damaged")
@@ -559,7 +605,20 @@ class DeltaTarget(LoadTarget):
             raise ProtocolError(f"{name} has lines that are repeated or beyond the model")
         self._write(indices, lines)
 
-    def _take_values(self, data: memoryview) -> None:
+    def _take_coded(self, name: str, packet: memoryview, nbytes: int) -> None:
+        """Take the sections that are complete with this packet."""
+        if nbytes > len(packet) - _HEADER_NBYTES:
+            raise ProtocolError(f"{name} has no room for {nbytes} bytes")
+        self._coded += packet[_HEADER_NBYTES : _HEADER_NBYTES + nbytes]
+        at = 0
+        while (size := section_nbytes(memoryview(self._coded)[at:])) is not None:
+            if size > len(self._coded) - at:
+                break
+            self._take_values(bytes(self._coded[at : at + size]))
+            at += size
+        del self._coded[:at]
+
+    def _take_values(self, data: bytes) -> None:
         section = decode(data, self._memory.lines * VALUES)
         indices = section.lines()
         if not len(indices):
@@ -583,6 +642,8 @@ class DeltaTarget(LoadTarget):
         magic, lines, total, first, count, scrubbed, sent = _END.unpack(flat.numpy().tobytes())
         if magic != _END_MAGIC or first + count > self._memory.lines:
             raise ProtocolError("the last packet of the delta is damaged")
+        if self._coded:
+            raise ProtocolError("the delta ends in the middle of a section")
         if lines != self._lines:
             raise ProtocolError(f"the delta has {lines} lines, of which {self._lines} arrived")
         if not self._memory.proves_base:

@@ -26,9 +26,10 @@ VALUES = 4 * WORDS
 """Values of two bytes in a line."""
 LEVEL = 1
 """Level of zstd: 19 saves 1 % of the bytes, and takes twenty times as long (docs/deltas.md)."""
-SECTION_VALUES = 1 << 18
+SECTION_VALUES = 1 << 16
 """About how many changed values a section has."""
 _MOST_VALUES = 2 * SECTION_VALUES
+_MOST_NBYTES = 1 << 28
 _ESCAPE = _CONTINUED = 255
 _HEAD = struct.Struct("<12Q")
 VALUES_MAGIC = 0x7773_7661_6C75_0002
@@ -109,6 +110,19 @@ def encode(section: Section) -> bytes:
     lengths = [len(parts[0]), len(parts[2]), len(small), len(large), *map(len, packed)]
     head = _HEAD.pack(VALUES_MAGIC, len(section.positions), first, *lengths)
     return b"".join([head, *packed])
+
+
+def section_nbytes(data: bytes | memoryview) -> int | None:
+    """Return the size of the section that begins here; None where its head is not complete.
+
+    Raises ProtocolError for something else.
+    """
+    if len(data) < _HEAD.size:
+        return None
+    magic, _, _, _, _, _, _, *sizes = _HEAD.unpack_from(data)
+    if magic != VALUES_MAGIC or max(sizes) > _MOST_NBYTES:
+        raise ProtocolError("the head of a section is damaged")
+    return _HEAD.size + int(sum(sizes))
 
 
 def decode(data: bytes | memoryview, values: int) -> Section:

@@ -73,7 +73,7 @@ class NixlCarrier:
         self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
     ) -> None:
         """Say where a chunk lies, and wait until the other host has read it."""
-        address = _address_of(data)
+        address = _address_of(data) if data else self._memory[0].data_ptr()
         if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in self._memory):
             self._lend(connection, frame, fingerprints, address)
             return
@@ -101,7 +101,12 @@ class NixlCarrier:
         address, nbytes = self._place_of(connection, check)
         if nbytes != len(into):
             raise ProtocolError(f"{nbytes} bytes are offered, where {len(into)} come next")
-        agent, peer = self._agent, self._peers[connection]
+        if nbytes:
+            self._read(into, address, self._peers[connection], check)
+        connection.took()
+
+    def _read(self, into: memoryview, address: int, peer: str, check: Check) -> None:
+        agent, nbytes = self._agent, len(into)
         with self._lock, _errors("starting to read"):
             local = agent.get_xfer_descs([(_address_of(into), nbytes, 0)], mem_type="DRAM")
             remote = agent.get_xfer_descs([(address, nbytes, 0)], mem_type="DRAM")
@@ -112,7 +117,6 @@ class NixlCarrier:
         finally:
             with self._lock, suppress(Exception):  # it failed before
                 agent.release_xfer_handle(handle)
-        connection.took()
 
     def _wait(self, handle: Any, state: str, check: Check) -> None:
         begun = time.monotonic()

@@ -17,8 +17,8 @@ from weightsync.backends.base import (
 from weightsync.weights.source import WeightSource
 
 TCP_COST = 5.0
-BUCKET_NBYTES = 4 << 20
-BUCKETS = 8
+BUCKET_NBYTES = 2 << 20
+BUCKETS = 16
 
 
 class TcpBackend(Backend):

@@ -280,6 +280,9 @@ class HostRelay:
         slot = self._writer.acquire(chunk, check=check, timeout_s=self._timeout_s)
         data = self._buckets[slot][: frame.nbytes]
         self._carrier.receive(connection, frame, data, check)
+        rest = update.sizes[chunk] - frame.nbytes
+        if rest:  # zeros at the end of a chunk are not sent
+            self._buckets[slot][frame.nbytes : frame.nbytes + rest] = bytes(rest)
         self._control.write_fingerprints(slot * self._room, fingerprints)
         self._writer.publish(chunk)
         self.window.offer(chunk, data, fingerprints)
@@ -306,7 +309,7 @@ class HostRelay:
             update.epoch,
             chunk,
             len(update.sizes),
-            update.sizes[chunk],
+            min(frame.nbytes, update.sizes[chunk]),
             frame.num_fingerprints,
         )
         if frame != expected or frame.num_fingerprints > self._room:

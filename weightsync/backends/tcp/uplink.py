@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from weightsync.backends.base import Check
 from weightsync.backends.ipc.sender import IpcTrainerEngine
@@ -18,6 +20,7 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.weights.source import WeightSource
 
 _WAIT_S = 0.05
+_LOOK_NBYTES = 4096
 
 
 class _Stopped(TransferError):
@@ -109,7 +112,7 @@ class Uplink:
             count = chunk.last_unit - chunk.first_unit if stream.verify else 0
             fingerprints = stream.control.fingerprints(bucket * room, count)
             data = stream.buckets[bucket][: chunk.stop - chunk.start]
-            window.offer(j, data.numpy().data, fingerprints)
+            window.offer(j, without_zeros(data.numpy()).data, fingerprints)
         window.complete(self._check)
         if self._chunks:
             self._reader.release(len(self._chunks) - 1)
@@ -117,6 +120,18 @@ class Uplink:
     def _check(self) -> None:
         if self._stop.is_set():
             raise _Stopped("the update was aborted by its sender")
+
+
+def without_zeros(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the bytes of a chunk up to the last one that is not zero; the others are not sent."""
+    end = len(data)
+    while end:
+        begin = max(0, end - _LOOK_NBYTES)
+        filled = np.flatnonzero(data[begin:end])
+        if len(filled):
+            return data[: begin + int(filled[-1]) + 1]
+        end = begin
+    return data[:0]
 
 
 def reread(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> Read:
