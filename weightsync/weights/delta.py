@@ -72,6 +72,8 @@ _CODED_MAGIC = 0x7773_6C69_6E65_0002
 _CODED_NBYTES = (1 << 20) + LINE
 """Bytes of a packet of coded values: in a bucket of 2 MiB it is alone, and goes as soon as it is
 written. The backend `tcp` does not send the zeros at its end."""
+_CODED_LINE_NBYTES = 24
+"""Room for a changed line, coded: a value takes a byte or two, and few of a line change."""
 _EARLY_PACKETS, _EARLY_NBYTES = 12, 96 << 10
 """Packets that go before they are full, so that the path is busy while the rest is coded."""
 
@@ -358,9 +360,11 @@ class DeltaSource:
         self._coded_nbytes = 0
         shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
         if self._is_coded:
-            self._packets = _EARLY_PACKETS + -(-room * LINE // (_CODED_NBYTES - _HEADER_NBYTES))
+            most = room * _CODED_LINE_NBYTES
+            self._packets = _EARLY_PACKETS + -(-most // (_CODED_NBYTES - _HEADER_NBYTES))
             shapes = [_CODED_NBYTES] * self._packets
-        shapes.append(_END.size)
+        # The last one is alone in its bucket, too.
+        shapes.append(_CODED_NBYTES if self._is_coded else _END.size)
         self.manifest = Manifest(
             tuple(TensorSpec(f"delta.{i}", "uint8", (n,)) for i, n in enumerate(shapes))
         )
@@ -439,8 +443,10 @@ class DeltaSource:
 
     def _write_end(self, target: torch.Tensor) -> None:
         scrubbed = self._log.sum_of(*self._scrub)
+        into = target.numpy()
+        into[_END.size :] = 0
         _END.pack_into(
-            target.numpy().data,
+            into.data,
             0,
             _END_MAGIC,
             self.written_lines,
@@ -581,11 +587,11 @@ class DeltaTarget(LoadTarget):
             raise ProtocolError(f"{name} is no packet of a delta, but {flat.dtype} {flat.shape}")
         if self.fingerprint is not None:
             raise ProtocolError(f"{name} comes after the last packet of the delta")
-        if flat.numel() == _END.size:
-            self._end(flat)
-            return
         view = flat.numpy().data
-        magic, count = _HEADER.unpack_from(view) if flat.numel() >= _HEADER_NBYTES else (0, 0)
+        magic, count = _HEADER.unpack_from(view) if len(view) >= _END.size else (0, 0)
+        if magic == _END_MAGIC:
+            self._end(view)
+            return
         if magic == _CODED_MAGIC:
             self._take_coded(name, view, count)
             return
@@ -638,9 +644,9 @@ class DeltaTarget(LoadTarget):
         except ValueError as exc:
             raise ProtocolError(f"a packet of the delta: {exc}") from exc
 
-    def _end(self, flat: torch.Tensor) -> None:
-        magic, lines, total, first, count, scrubbed, sent = _END.unpack(flat.numpy().tobytes())
-        if magic != _END_MAGIC or first + count > self._memory.lines:
+    def _end(self, view: memoryview) -> None:
+        _, lines, total, first, count, scrubbed, sent = _END.unpack_from(view)
+        if first + count > self._memory.lines:
             raise ProtocolError("the last packet of the delta is damaged")
         if self._coded:
             raise ProtocolError("the delta ends in the middle of a section")

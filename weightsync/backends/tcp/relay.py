@@ -90,6 +90,7 @@ class HostRelay:
         self._writer = RingWriter(control, spin_s=0.0)
         self._buckets = [bucket.numpy().data for bucket in buckets]
         self._kept = list(buckets)
+        self._zeros = memoryview(bytes(buckets[0].numel()))
         self._room = control.entries // control.slots
         self._changed = threading.Condition()
         self._submitted: RelayUpdate | None = None
@@ -282,7 +283,7 @@ class HostRelay:
         self._carrier.receive(connection, frame, data, check)
         rest = update.sizes[chunk] - frame.nbytes
         if rest:  # zeros at the end of a chunk are not sent
-            self._buckets[slot][frame.nbytes : frame.nbytes + rest] = bytes(rest)
+            self._buckets[slot][frame.nbytes : frame.nbytes + rest] = self._zeros[:rest]
         self._control.write_fingerprints(slot * self._room, fingerprints)
         self._writer.publish(chunk)
         self.window.offer(chunk, data, fingerprints)

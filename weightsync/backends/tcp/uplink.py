@@ -20,7 +20,7 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.weights.source import WeightSource
 
 _WAIT_S = 0.05
-_LOOK_NBYTES = 4096
+_LOOK_NBYTES = 64 << 10
 
 
 class _Stopped(TransferError):
@@ -126,10 +126,10 @@ def without_zeros(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the bytes of a chunk up to the last one that is not zero; the others are not sent."""
     end = len(data)
     while end:
-        begin = max(0, end - _LOOK_NBYTES)
-        filled = np.flatnonzero(data[begin:end])
-        if len(filled):
-            return data[: begin + int(filled[-1]) + 1]
+        begin = (end - 1) // _LOOK_NBYTES * _LOOK_NBYTES
+        words = data[begin : end - end % 8].view(np.uint64)
+        if words.any() or data[end - end % 8 : end].any():
+            return data[: begin + int(np.flatnonzero(data[begin:end])[-1]) + 1]
         end = begin
     return data[:0]
 
