@@ -39,7 +39,7 @@ from weightsync.backends.tcp.payload import (
     TcpInit,
 )
 from weightsync.backends.tcp.receiver import MEMBER_READER, init_of
-from weightsync.backends.tcp.relay import patience_of
+from weightsync.backends.tcp.relay import hold_of, patience_of
 from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
@@ -279,7 +279,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             return
         self._address = _address_for_all(members)
         patience_s = patience_of(self._timeout_s)
-        self._window = ChunkWindow(max(shape.num_buckets // 2, 1), patience_s)
+        self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
         self._server = ChunkServer(self._address, self._secret, self._window, patience_s)
 
 
