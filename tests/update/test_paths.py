@@ -12,8 +12,8 @@ from msgspec.structs import replace
 import weightsync as ws
 from weightsync.backends.base import Backend
 from weightsync.backends.ipc.backend import IpcBackend
-from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.backends.registry import choose_backends
+from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.errors import ConfigError
 from weightsync.ranks.commands import RankInfo
 from weightsync.transports.base import Transport

@@ -30,11 +30,15 @@ from weightsync.shm.wait import Heartbeat
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_SHORTEST_PATIENCE_S = 1.0
 
 
 def patience_of(timeout_s: float) -> float:
-    """Return how long a silent host is waited for: others have time to take its place."""
-    return timeout_s / 4
+    """Return how long a silent host is waited for: others have time to take its place.
+
+    Both ends show four times a second that they live.
+    """
+    return max(timeout_s / 4, _SHORTEST_PATIENCE_S)
 
 
 def hold_of(patience_s: float) -> float:
@@ -190,6 +194,9 @@ class HostRelay:
             connection.beat()
         control = self._control
         self._alive.show([control.liveness(reader) for reader in range(control.readers)])
+        lost = not self._alive.is_open
+        if lost != control.sender_lost:
+            control.sender_lost = int(lost)
 
     def _run(self) -> None:
         while True:
@@ -256,9 +263,11 @@ class HostRelay:
                 if update.error is not None:
                     raise
                 self._leave_source()
-                if is_kept:  # since the last update, and broken meanwhile, perhaps
-                    is_kept = False
+                if is_kept and not isinstance(exc, TransferTimeout):
+                    is_kept = False  # since the last update, and broken meanwhile, perhaps
                     continue
+                is_kept = False
+                self._progress = time.monotonic()  # the next source has its own time
                 problems.append(f"{_named(sources.pop(0))}: {exc}")
                 logger.info("chunk %d: %s", chunk + 1, problems[-1])
 
@@ -282,10 +291,14 @@ class HostRelay:
                     connection.ask(Request(update.epoch, chunk, is_next=False))
             else:
                 break
+        def check_own() -> None:  # the source waits, and not this host for the source
+            self._progress = time.monotonic()
+            check()
+
         self._check_frame(frame, update, chunk)
         fingerprints = connection.fingerprints(frame, check)
-        self.window.make_room(chunk, check)
-        slot = self._writer.acquire(chunk, check=check, timeout_s=self._timeout_s)
+        self.window.make_room(chunk, check_own)
+        slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._timeout_s)
         data = self._buckets[slot][: frame.nbytes]
         connection.data(data, check)
         self._control.write_fingerprints(slot * self._room, fingerprints)

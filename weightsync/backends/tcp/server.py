@@ -22,7 +22,7 @@ from weightsync.errors import ConnectError, WeightSyncError
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
-_BEAT_S = 0.5
+_BEAT_S = 0.25
 _MOST_STRANGERS = 256
 """Connections that have not said the secret yet; the oldest makes room for another one."""
 _STRANGER = -1
