@@ -140,11 +140,10 @@ class Connection:
             made._send(_HELLO.pack(_HELLO_MAGIC, secret, place))
             if made.next_frame(check).kind is not FrameKind.WAITING:
                 raise ProtocolError(f"{address}:{port} does not welcome this host")
-        except OSError as exc:
+        except BaseException as exc:
             sock.close()
-            raise TransferError(f"{address}:{port} cannot be reached: {exc}") from exc
-        except BaseException:
-            sock.close()
+            if isinstance(exc, OSError) and not isinstance(exc, TransferError):
+                raise TransferError(f"the connection broke: {exc}") from exc
             raise
         return made
 
