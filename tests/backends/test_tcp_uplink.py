@@ -53,7 +53,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "expanded": torch.randn(1, 50).expand(40, 50),
         "conjugate": torch.randn(30, 30, dtype=torch.complex64).conj(),
         "negative": torch.randn(30, 30, dtype=torch.complex64).conj().imag,
-        "half": torch.randn(2001, dtype=torch.bfloat16),
+        "brain": torch.randn(2001, dtype=torch.bfloat16),
         "fp8": torch.randn(501).to(torch.float8_e4m3fn),
         "scalar": torch.tensor(3.5),
         "nothing": torch.zeros(0, 4),
