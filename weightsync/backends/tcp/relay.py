@@ -291,6 +291,7 @@ class HostRelay:
                     connection.ask(Request(update.epoch, chunk, is_next=False))
             else:
                 break
+
         def check_own() -> None:  # the source waits, and not this host for the source
             self._progress = time.monotonic()
             check()

@@ -210,18 +210,26 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
     def unready(self, readers: Sequence[int]) -> list[int]:
         """Return the readers whose host has lost its member, and second members of one host.
 
-        Readers whose handshake failed, or ended since that of another one did, are among them.
+        Readers whose handshake failed, or ended since that of another one did, are among them. So
+        are all readers of a host whose ring has no index left for one that joins: they get a ring.
         """
         known = {index for host in self._hosts for index in host.on_ring}
         found = [reader for reader in readers if reader not in known]
+        full = {host.key for host in self._hosts if host.used >= RELAY_READER}
         fed: set[str] = set()
+        crowded: set[str] = set()
         for host in self._hosts:
             taking = [index for index in host.on_ring if index in readers]
             if taking and (not host.has_member or host.key in fed):
                 found += taking
                 self._joining.update(host.names[index] for index in taking)
+                crowded.update(full.intersection([host.key]))
             elif host.peer.place in taking:
                 fed.add(host.key)
+        for host in self._hosts:
+            if host.key in crowded:
+                self._joining.difference_update(host.names.values())
+                found += [i for i in host.on_ring if i in readers and i not in found]
         return found
 
     def remove_reader(self, reader: int) -> None:
