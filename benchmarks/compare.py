@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,7 +101,7 @@ def _left(trial: Trial, results: Results, only: Sequence[str]) -> Trial | None:
         if (not only or name.startswith(tuple(only)))
         and results.find(trial.workload, trial.readers, name) is None
     )
-    return Trial(trial.workload, trial.readers, rivals) if rivals else None
+    return replace(trial, rivals=rivals) if rivals else None
 
 
 def _too_large(name: str, workload: Workload, readers: int) -> str:
@@ -122,7 +123,7 @@ def _run(
         "workload": trial.workload,
         "readers": trial.readers,
         "rivals": rivals,
-        "rounds": preset.rounds,
+        "rounds": min(preset.rounds, trial.most_rounds),
         "warm_ups": preset.warm_ups,
         "budget_s": preset.budget_s,
         "aim_s": preset.aim_s,

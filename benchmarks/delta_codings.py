@@ -4,23 +4,24 @@
 
 The changes are those of recorded steps (benchmarks.record_steps: one layer of a real model), and
 random ones, one unit in the last place up or down. Each coding is checked: it decodes to what was
-coded. Others' codings are written anew after their public descriptions: indices and values (TRL,
-huggingface/trl#5417), gaps of 16 bits or varints and values (NVIDIA-NeMo/RL#2444, PULSE's grail),
-and the xor of whole tensors (NovaSky-AI/SkyRL#1903). Prints Markdown tables, or JSON with --json.
+coded. The others' codings are in benchmarks/peer_codings.py, which names their descriptions. Prints
+Markdown tables, or JSON with --json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -28,68 +29,77 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from weightsync.cli.bench_receiver import smollm2
+from benchmarks.changes import RECORDED, read_step, recorded_steps
+from benchmarks.peer_codings import PEERS, Bits, Flat, Pair, PeerCoding, WholeXor
+from benchmarks.shapes import smollm2
 from weightsync.weights import delta_coding
 from weightsync.weights.delta_coding import SECTION_VALUES, VALUES, Section, decode, encode
 
 T = TypeVar("T")
-Bits = npt.NDArray[np.uint16]
 Positions = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 Decoded = tuple[Positions, Bits]
 """The positions of the changed values, and their new bits."""
 
-RECORDED = Path(__file__).parent / "recorded_steps.npz"
 VALUES_OF_RANDOM = 1 << 24
 SHARE_OF_RANDOM = 0.01
+COLUMNS = 4096
+"""The length of the rows of a tensor of random values."""
+FIRST_LAYER = "model.layers.0."
 SECONDS = 0.2
 """Seconds for which a coding is repeated; the fastest turn counts."""
-LAYER = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "input_layernorm",
-    "post_attention_layernorm",
-)
-"""The tensors of a layer, in the order of their shapes in `smollm2`."""
 _CONTINUED = 255
 _COUNT = struct.Struct("<I")
+
+
+class Stream(NamedTuple):
+    """The bits of tensors one after the other, and the start, end and columns of each tensor."""
+
+    bits: Bits
+    tensors: tuple[tuple[int, int, int], ...]
+
+    def flat(self) -> list[Flat]:
+        """Return the tensors."""
+        return [Flat(self.bits[start:end], columns) for start, end, columns in self.tensors]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
     """The values of a stream that changed: `positions` (growing), and the bits `now` and `before`.
 
-    `old` and `new` are the bits of the whole stream.
+    `old` is the whole stream, `new` its bits after the change.
     """
 
     name: str
     positions: Positions
     before: Bits
     now: Bits
-    old: Bits
+    old: Stream
     new: Bits
 
     @classmethod
-    def between(cls, name: str, positions: Positions, old: Bits, now: Bits) -> Changes:
+    def between(cls, name: str, positions: Positions, old: Stream, now: Bits) -> Changes:
         """Return changes of `old` at `positions`."""
-        new = old.copy()
+        new = old.bits.copy()
         new[positions] = now
-        before = old[positions]
+        before = old.bits[positions]
         return cls(name=name, positions=positions, before=before, now=now, old=old, new=new)
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The tensors before and after the change."""
+        ends = [(start, end) for start, end, _ in self.old.tensors]
+        flats = zip(self.old.flat(), ends, strict=True)
+        return [Pair(flat, self.new[start:end]) for flat, (start, end) in flats]
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """A coding of changes as bytes. `decode` is also given the old bits, as a receiver has them."""
+    """A coding of changes as bytes. `decode` is also given the stream that a receiver has."""
 
     name: str
     encode: Callable[[Changes], bytes]
-    decode: Callable[[bytes, Bits], Decoded]
+    decode: Callable[[bytes, Stream], Decoded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,23 +119,24 @@ class Measured:
 
 def recorded(path: Path) -> Iterator[Changes]:
     """Yield the recorded steps, their tensors one after the other as in a stream."""
-    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in smollm2()[1:10]]
-    with np.load(path) as file:
-        arrays = dict(file)
-    for step in sorted({tuple(key.split("/")[:2]) for key in arrays}):
-        positions, before, now, start = [], [], [], 0
-        for name, size in zip(LAYER, sizes, strict=True):
-            key = next(k for k in arrays if k.startswith("/".join(step)) and f".{name}." in k)
-            key = key.rpartition("/")[0]
-            gaps = arrays[f"{key}/gaps"]
-            positions.append(np.cumsum(gaps, dtype=np.uint64) + np.uint64(start))
-            before.append(arrays[f"{key}/before"])
-            now.append(arrays[f"{key}/now"])
+    layer = [tensor for tensor in smollm2() if tensor.name.startswith(FIRST_LAYER)]
+    for step in recorded_steps(path):
+        found = read_step(step, path)
+        positions, before, now, tensors, start = [], [], [], [], 0
+        for tensor in layer:
+            one = found[tensor.name.removeprefix(FIRST_LAYER)]
+            positions.append((one.positions + start).astype(np.uint64))
+            before.append(one.before)
+            now.append(one.now)
+            size = math.prod(tensor.shape)
+            tensors.append((start, start + size, tensor.shape[-1]))
             start += -(-size // VALUES) * VALUES
         places = np.concatenate(positions)
         old = random_bits(start)
         old[places] = np.concatenate(before)
-        yield Changes.between(f"{step[0]}, step {step[1]}", places, old, np.concatenate(now))
+        rate, _, number = step.partition("/")
+        stream = Stream(old, tuple(tensors))
+        yield Changes.between(f"{rate}, step {number}", places, stream, np.concatenate(now))
 
 
 def random_changes(values: int, share: float) -> Changes:
@@ -135,7 +146,12 @@ def random_changes(values: int, share: float) -> Changes:
     positions = np.flatnonzero(random.random(values) < share).astype(np.uint64)
     steps = random.integers(0, 2, len(positions)) * 2 - 1
     now = old[positions] + steps.astype(np.uint16)
-    return Changes.between(f"random, {share:.1%}", positions, old, now)
+    return Changes.between(f"random, {share:.1%}", positions, one_tensor(old), now)
+
+
+def one_tensor(bits: Bits) -> Stream:
+    """Return a stream of one tensor."""
+    return Stream(bits, ((0, len(bits), COLUMNS),))
 
 
 def random_bits(values: int) -> Bits:
@@ -175,11 +191,11 @@ def ours(
                 for part in _sections(len(numbers))
             )
 
-    def decoded(data: bytes, old: Bits) -> Decoded:
-        sections = [decode(frame, len(old)) for frame in _frames(data)]
+    def decoded(data: bytes, old: Stream) -> Decoded:
+        sections = [decode(frame, len(old.bits)) for frame in _frames(data)]
         positions = np.concatenate([section.positions for section in sections])
         numbers = np.concatenate([section.changes for section in sections])
-        return positions, apply(old[positions], numbers)
+        return positions, apply(old.bits[positions], numbers)
 
     return Coding(name, encoded, decoded)
 
@@ -254,7 +270,7 @@ class Parts:
             return _framed([_zstd(_framed(packed), 1)])
         return _framed(_zstd(part, 1) for part in packed)
 
-    def decode(self, data: bytes, old: Bits) -> Decoded:
+    def decode(self, data: bytes, old: Stream) -> Decoded:
         """Return what was encoded."""
         unpacked = list(map(_unzstd, _frames(data)))
         frames = iter(_frames(unpacked[0]) if self._one_frame else unpacked)
@@ -268,7 +284,7 @@ class Parts:
         else:
             zigzag = _unescaped(frames, np.uint16)
             differences = (zigzag >> 1) ^ -(zigzag & 1)
-        return positions, old[positions] + differences
+        return positions, old.bits[positions] + differences
 
     def _positions(self, frames: Iterator[bytes]) -> Positions:
         if self._continues:
@@ -288,76 +304,16 @@ def _unescaped(frames: Iterator[bytes], kind: type[np.unsignedinteger[Any]]) -> 
 # Others' codings
 
 
-def indices_and_values() -> Coding:
-    """Return indices of 32 bits and values, not compressed."""
+def of_peer(peer: PeerCoding) -> Coding:
+    """Return the coding of another library, which codes tensor by tensor."""
 
-    def encoded(changes: Changes) -> bytes:
-        return changes.positions.astype(np.uint32).tobytes() + changes.now.tobytes()
+    def decoded(data: bytes, old: Stream) -> Decoded:
+        starts = [start for start, _, _ in old.tensors]
+        found = list(zip(starts, peer.decode(data, old.flat()), strict=True))
+        positions = np.concatenate([at + start for start, (at, _) in found])
+        return positions.astype(np.uint64), np.concatenate([now for _, (_, now) in found])
 
-    def decoded(data: bytes, _: Bits) -> Decoded:
-        count = len(data) // 6
-        positions = np.frombuffer(data, np.uint32, count).astype(np.uint64)
-        return positions, np.frombuffer(data, np.uint16, offset=4 * count)
-
-    return Coding("indices of 32 bits and values (TRL)", encoded, decoded)
-
-
-def gaps_and_values(level: int) -> Coding:
-    """Return gaps of 16 bits (32 where one is larger) and values, compressed."""
-
-    def encoded(changes: Changes) -> bytes:
-        gaps = np.diff(changes.positions, prepend=np.uint64(0))
-        kind = np.uint16 if not len(gaps) or int(gaps.max()) < 1 << 16 else np.uint32
-        parts = [gaps.astype(kind).tobytes(), changes.now.tobytes()]
-        return _framed(_zstd(part, level) for part in parts)
-
-    def decoded(data: bytes, _: Bits) -> Decoded:
-        gaps, values = map(_unzstd, _frames(data))
-        kind = np.uint16 if len(gaps) == len(values) else np.uint32
-        positions = np.cumsum(np.frombuffer(gaps, kind), dtype=np.uint64)
-        return positions, np.frombuffer(values, np.uint16)
-
-    return Coding(f"gaps of 16 bits and values, zstd {level} (NeMo RL)", encoded, decoded)
-
-
-def varints_and_values(level: int) -> Coding:
-    """Return gaps as varints of seven bits a byte, and values, compressed."""
-
-    def encoded(changes: Changes) -> bytes:
-        gaps = np.diff(changes.positions, prepend=np.uint64(0))
-        groups = gaps[:, None] >> np.arange(0, 35, 7, dtype=np.uint64)
-        used = groups > 0
-        used[:, 0] = True
-        written = (groups & np.uint64(127)).astype(np.uint8)
-        written[:, :-1] |= used[:, 1:].astype(np.uint8) << 7
-        parts = [written[used].tobytes(), changes.now.tobytes()]
-        return _framed(_zstd(part, level) for part in parts)
-
-    def decoded(data: bytes, _: Bits) -> Decoded:
-        varints, values = map(_unzstd, _frames(data))
-        written = np.frombuffer(varints, np.uint8)
-        ends = np.flatnonzero(written < 128)
-        starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])[: len(ends)]
-        shifts = np.arange(len(written)) - np.repeat(starts, ends - starts + 1)
-        groups = (written & 127).astype(np.uint64) << (7 * shifts).astype(np.uint64)
-        gaps = np.add.reduceat(groups, starts) if len(ends) else groups
-        return np.cumsum(gaps, dtype=np.uint64), np.frombuffer(values, np.uint16)
-
-    return Coding(f"varint gaps and values, zstd {level} (PULSE)", encoded, decoded)
-
-
-def whole_xor(level: int) -> Coding:
-    """Return the xor of whole tensors, compressed."""
-
-    def encoded(changes: Changes) -> bytes:
-        return _zstd((changes.old ^ changes.new).tobytes(), level)
-
-    def decoded(data: bytes, old: Bits) -> Decoded:
-        change = np.frombuffer(_unzstd(data), np.uint16)
-        positions = np.flatnonzero(change)
-        return positions.astype(np.uint64), old[positions] ^ change[positions]
-
-    return Coding(f"xor of whole tensors, zstd {level} (SkyRL)", encoded, decoded)
+    return Coding(peer.name, lambda changes: peer.encode(changes.pairs), decoded)
 
 
 def _zstd(data: bytes, level: int) -> bytes:
@@ -389,7 +345,6 @@ def codings() -> list[Coding]:
         "gaps continued after 255": Parts(continues=True, signs=False),
         "signs as bits, others apart": Parts(continues=False, signs=True),
         "gaps in planes, signs as bits": Parts(continues=False, signs=True, planes=True),
-        "gaps continued, signs as bits": Parts(continues=True, signs=True),
     }
     return [
         ours("weightsync"),
@@ -397,11 +352,7 @@ def codings() -> list[Coding]:
         ours("weightsync, xor of bits", lambda c: c.now ^ c.before, np.bitwise_xor),
         ours("weightsync, new values", lambda c: c.now, lambda _, now: now),
         *(Coding(name, parts.encode, parts.decode) for name, parts in alternatives.items()),
-        indices_and_values(),
-        gaps_and_values(1),
-        varints_and_values(1),
-        whole_xor(1),
-        whole_xor(3),
+        *map(of_peer, (*PEERS, WholeXor("xor of whole tensors, zstd 3 (SkyRL)", 3))),
     ]
 
 

@@ -36,13 +36,14 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import uvicorn
-from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
+from benchmarks.changes import at_random
+from benchmarks.receiving import serve_until_killed
 from tests.hosts.namespaces import Host, HostNetwork, host_network, netns_problem
 from weightsync.cli.bench_receiver import make_model, smollm2, total_nbytes
+from weightsync.server.listening import listen
 
 PORT, RAW_PORT = 8600, 8601
 TOKEN = "delta"  # noqa: S105  # a private network
@@ -206,39 +207,23 @@ def model() -> nn.Module:
     return made
 
 
-def change(changed: nn.Module, share: float, random: torch.Generator) -> None:
-    """Move a share of the values to a neighbour, up or down, at random places."""
-    for parameter in changed.parameters():
-        bits = parameter.data.view(-1).view(torch.int16)
-        drawn = torch.rand(bits.numel(), generator=random)
-        bits += (drawn < share / 2).to(torch.int16)
-        bits -= (drawn > 1 - share / 2).to(torch.int16)
-
-
 def receive(address: str) -> None:
     """Serve one worker, and raw exchanges, until killed."""
-    threading.Thread(target=_answer_raw, args=(_listener(address, RAW_PORT),), daemon=True).start()
+    threading.Thread(target=_answer_raw, args=(listen(address, RAW_PORT),), daemon=True).start()
     receiver = ws.WeightReceiver(make_model(smollm2(), torch.bfloat16, value=0))
-    app = FastAPI()
-    app.include_router(ws.server.weight_router(receiver, token=TOKEN))
-    listener = _listener(address, PORT)
-    print("ready", flush=True)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    serve_until_killed(receiver, address, PORT, TOKEN)
 
 
 def send(address: str, share: float, fulls: int, deltas: int, pause_s: float) -> None:
     """Send full updates, deltas and raw exchanges; print them as JSON."""
     torch.set_num_threads(1)
-    sent, random = model(), torch.Generator().manual_seed(1)
+    sent, change = model(), at_random(share)
     url, updates = f"http://{address}:{PORT}", []
     with ws.connect(sent, to=url, token=TOKEN, timeout_s=WAIT_S, delta="auto") as sender:
         sender.verify = True
         for number in range(WARM_DELTAS + deltas + 1):
             if number:
-                change(sent, share, random)
+                change(dict(sent.named_parameters()), number)
             time.sleep(pause_s)
             update = _timed(sender.send_weights)
             if number == 0 or number > WARM_DELTAS:
@@ -290,14 +275,6 @@ def _answer_raw(listener: socket.socket) -> None:
             while head := stream.read(_LENGTH.size):
                 stream.read(_LENGTH.unpack(head)[0])
                 connection.sendall(b"+")
-
-
-def _listener(address: str, port: int) -> socket.socket:
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(64)
-    return listener
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.plan import WORKLOADS
+from benchmarks.plan import CHANGING, WORKLOADS
 from benchmarks.results import Results, Row
 from benchmarks.rivals.registry import RIVALS
 
@@ -141,7 +141,8 @@ def readers(results: Results, main: str) -> Figure | None:
 
 def workloads(results: Results, _: str) -> Figure | None:
     """Draw a dot per way in a line per workload."""
-    names = list(dict.fromkeys(row.workload for row in results.rows if row.readers == 1))
+    found = dict.fromkeys(row.workload for row in results.rows if row.readers == 1)
+    names = [name for name in found if name not in CHANGING]
     if len(names) < 2:
         return None
     figure, axes = _figure(8, 1 + 0.32 * len(names))

@@ -36,7 +36,7 @@ def measure(path: str, mib: int, tensors: int, rounds: int) -> dict[str, dict[st
         job = Job(tensors=tuple(equal(mib << 20, tensors)), readers=1, directory=directory)
         module = make_module(job.tensors)
         fill(parameters_of(module), 1)
-        trainer = WatchedTrainer(f"{path},module,staged")
+        trainer = WatchedTrainer(f"{path},module,staged,off")
         try:
             trainer.setup(job, module)
             for number in range(WARM_UPS + rounds):

@@ -39,6 +39,10 @@ class Row:
     `memcpy` and `update` are seconds, round by round; the values that readers held were right in
     every row that has them. `setup_s` includes the start of the readers, `connect_s` is the time of
     `connect()` alone, 0 for other rivals. `load` is the machine's at the end.
+
+    In workloads that change little, the last update changed `changed_values` in `changed_lines`
+    of 64 bytes, and sent `sent_nbytes` to each reader. `stall_s` is the longest pause of a reader
+    of weightsync.
     """
 
     workload: str
@@ -53,6 +57,10 @@ class Row:
     update: list[float] = field(default_factory=list)
     setup_s: float = 0.0
     connect_s: float = 0.0
+    stall_s: float = 0.0
+    changed_values: int = 0
+    changed_lines: int = 0
+    sent_nbytes: int = 0
     load: float = 0.0
     failed: str = ""
 

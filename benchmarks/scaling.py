@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,13 +27,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
-import uvicorn
-from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
+from benchmarks.receiving import serve_until_killed
 from tests.hosts.namespaces import Host, HostNetwork, host_network, limit_problem, netns_problem
-from weightsync.backends.gloo.backend import BUCKET_NBYTES
+from weightsync.backends.tcp.backend import BUCKET_NBYTES
 
 PORT = 8600
 STORE_PORT = 8700
@@ -81,17 +79,7 @@ def model_of(mib: int, tensors: int) -> nn.Module:
 def receive(address: str, mib: int, tensors: int) -> None:
     """Serve one worker until killed."""
     receiver = ws.WeightReceiver(model_of(mib, tensors))
-    app = FastAPI()
-    app.include_router(ws.server.weight_router(receiver, token=TOKEN))
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, PORT))
-    listener.listen(64)
-    print("ready", flush=True)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    serve_until_killed(receiver, address, PORT, TOKEN)
 
 
 def send(urls: Sequence[str], mib: int, tensors: int, rounds: int) -> None:

@@ -32,13 +32,28 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What changes between updates: a share of all values at random, or as a step was recorded.
+
+    `recorded` is the step's learning rate and number, as `1e-06/6`.
+    """
+
+    share: float = 0.0
+    recorded: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One workload; `name` is its key in results, `title` its name in tables."""
+    """One workload; `name` is its key in results, `title` its name in tables.
+
+    `step` says which few values change between updates, None if it does not matter.
+    """
 
     name: str
     title: str
     tensors: tuple[Tensor, ...]
+    step: Step | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,10 +67,10 @@ class Workload:
         return dtypes.pop() if len(dtypes) == 1 else "mixed"
 
 
-def equal(nbytes: int, count: int, dtype: DType = "bfloat16") -> list[Tensor]:
-    """Return `count` equal tensors of about `nbytes` bytes in all."""
+def equal(nbytes: int, count: int, dtype: DType = "bfloat16", *, columns: int = 64) -> list[Tensor]:
+    """Return `count` equal tensors of about `nbytes` bytes in all, with rows of `columns`."""
     numel = max(1, nbytes // count // ITEM_NBYTES[dtype])
-    columns = 64 if numel % 64 == 0 else 1
+    columns = columns if numel % columns == 0 else 1
     return [Tensor(f"weights.{i}", (numel // columns, columns), dtype) for i in range(count)]
 
 

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.plan import PRESETS, WORKLOADS
+from benchmarks.plan import CHANGING, PRESETS, WORKLOADS
 from benchmarks.results import Results, Row
 from benchmarks.rivals.registry import RIVALS
 
@@ -29,6 +29,8 @@ COLUMNS = (
 )
 README_WORKLOADS = (MAIN, "smollm2", "qwen3-8b-w8", "qwen3-30b-a3b-w16", "4K-37000")
 MANY_TENSORS = 2_000
+VALUE_NBYTES, LINE_NBYTES = 2, 64
+HEAD = ("way", "x memcpy", "min", "max", "ms", "copy, ms", "rounds")
 COMMAND = "make bench"
 
 
@@ -71,19 +73,13 @@ def page(results: Results, pictures: Sequence[tuple[str, str]]) -> str:
     parts = [
         where(results),
         *(f"![{title}](images/{name})" for name, title in pictures),
-        "### Real models and other sizes, one reader",
-        wrapped(
-            "Medians; every cell is a multiple of the plain copy. Column x is how many times as "
-            "long the fastest of the others takes as the faster verified column. "
-            "Connecting, unpacked and packed, allocates and maps all memory, once."
-        ),
-        by_workload(results),
-        "### One, two and four readers",
-        by_readers(results),
+        *by_workload(results),
+        *by_readers(results),
+        *deltas(results),
         "### Every row",
         *(every_row(results, workload, readers) for workload, readers in groups(results)),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def where(results: Results) -> str:
@@ -117,8 +113,8 @@ def unfinished(results: Results) -> str:
     return f"**Unfinished: {there} of {wanted} trials.** "
 
 
-def by_workload(results: Results) -> str:
-    """Return one line per workload: ours, the best of the others, and the time to connect."""
+def by_workload(results: Results) -> Iterator[str]:
+    """Yield one line per workload: ours, the best of the others, and the time to connect."""
     head = (
         *("what moved", "unpacked", "verified", "packed", "verified", "best of the others", "x"),
         "connect, ms",
@@ -137,16 +133,23 @@ def by_workload(results: Results) -> str:
                     " and ".join(f"{row.connect_s * 1e3:.0f}" for row in ours[::2] if row),
                 )
             )
-    return table(head, lines)
+    if lines:
+        yield "### Real models and other sizes, one reader"
+        yield wrapped(
+            "Medians; every cell is a multiple of the plain copy. Column x is how many times as "
+            "long the fastest of the others takes as the faster verified column. "
+            "Connecting, unpacked and packed, allocates and maps all memory, once."
+        )
+        yield table(head, lines)
 
 
-def by_readers(results: Results) -> str:
-    """Return one line per rival and way, and a column per number of readers."""
+def by_readers(results: Results) -> Iterator[str]:
+    """Yield one line per rival and way, and a column per number of readers."""
     main = main_workload(results)
     rows = [row for row in results.rows if row.workload == main]
     counts = sorted({row.readers for row in rows})
     if len(counts) < 2:
-        return ""
+        return
     ways = dict.fromkeys((row.rival, row.way) for row in rows if row.readers == counts[-1])
     lines = [
         (
@@ -155,20 +158,67 @@ def by_readers(results: Results) -> str:
         )
         for rival, way in ways
     ]
-    return table((WORKLOADS[main]().title, *map(str, counts)), lines)
+    yield "### One, two and four readers"
+    yield table((WORKLOADS[main]().title, *map(str, counts)), lines)
 
 
 def every_row(results: Results, workload: str, readers: int) -> str:
     """Return the table of one workload and number of readers, fastest first, failures last."""
-    rows = [row for row in results.rows if (row.workload, row.readers) == (workload, readers)]
-    rows.sort(key=lambda row: (bool(row.failed), 0 if row.failed else row.ratio.median))
+    rows = fastest_first(results, workload, readers)
     many = rows[0].tensors >= MANY_TENSORS
-    head = ("way", "x memcpy", "min", "max", "ms", "copy, ms", "rounds")
-    plural = "s" if readers > 1 else ""
+    more = ("us a tensor over the copy",) if many else ()
+    return f"{heading(rows[0])}\n\n{table((*HEAD, *more), [full(r, many) for r in rows])}"
+
+
+def deltas(results: Results) -> Iterator[str]:
+    """Yield the part about workloads of which few values change, if there are such rows."""
+    found = groups(results, changing=True)
+    tables = [changing_rows(results, workload, readers) for workload, readers in found]
+    if tables:
+        yield "### Few values change: deltas, and the codings of others"
+        yield wrapped(
+            "Some values change between updates, by one unit in the last place at random, or as "
+            "recorded in steps of reinforcement learning. weightsync sends the lines of 64 bytes "
+            "that changed, or coded values as if to another host. An HTTP body has what changed, "
+            "coded as the named library does it: written anew and in place, not verified."
+        )
+        yield from tables
+
+
+def changing_rows(results: Results, workload: str, readers: int) -> str:
+    """Return the table of one workload of which few values change."""
+    rows = fastest_first(results, workload, readers)
+    said = heading(rows[0])
+    if known := [row for row in rows if row.changed_values]:
+        values, lines = known[0].changed_values, known[0].changed_lines
+        said += (
+            f"; {values / (known[0].nbytes / VALUE_NBYTES):.1%} of the values change, "
+            f"in {lines / (known[0].nbytes / LINE_NBYTES):.1%} of the lines"
+        )
+    lines_of = [(*full(row, many=False), *sent(row)) for row in rows]
+    return f"{said}\n\n{table((*HEAD, 'MB to a reader', 'bytes for each value'), lines_of)}"
+
+
+def sent(row: Row) -> tuple[str, str]:
+    """Return the cells about the bytes of an update."""
+    if row.failed or not row.changed_values:
+        return "", ""
+    return f"{row.sent_nbytes / 1e6:.1f}", f"{row.sent_nbytes / row.changed_values:.2f}"
+
+
+def heading(row: Row) -> str:
+    """Return the heading of the table of a row's workload and readers, and its size."""
+    plural = "s" if row.readers > 1 else ""
     return (
-        f"#### {WORKLOADS[workload]().title}, {readers} reader{plural}\n\n"
-        f"{rows[0].nbytes / 1e6:.0f} MB, {rows[0].tensors:,} tensors, {rows[0].dtype}\n\n"
-    ) + table((*head, "us a tensor over the copy") if many else head, [full(r, many) for r in rows])
+        f"#### {WORKLOADS[row.workload]().title}, {row.readers} reader{plural}\n\n"
+        f"{row.nbytes / 1e6:.0f} MB, {row.tensors:,} tensors, {row.dtype}"
+    )
+
+
+def fastest_first(results: Results, workload: str, readers: int) -> list[Row]:
+    """Return the rows of one workload and number of readers, failures last."""
+    rows = [row for row in results.rows if (row.workload, row.readers) == (workload, readers)]
+    return sorted(rows, key=lambda row: (bool(row.failed), 0 if row.failed else row.ratio.median))
 
 
 def full(row: Row, many: bool) -> tuple[str, ...]:
@@ -216,13 +266,17 @@ def readme(results: Results) -> str:
 
 def main_workload(results: Results) -> str:
     """Return the main workload of the page; the first one in results without it."""
-    names = [row.workload for row in results.rows]
-    return MAIN if MAIN in names else names[0]
+    names = [workload for workload, _ in groups(results)]
+    return MAIN if MAIN in names or not names else names[0]
 
 
-def groups(results: Results) -> Iterator[tuple[str, int]]:
-    """Yield each workload and number of readers once, in the order of the results."""
-    yield from dict.fromkeys((row.workload, row.readers) for row in results.rows)
+def groups(results: Results, *, changing: bool = False) -> Iterator[tuple[str, int]]:
+    """Yield each workload and number of readers once, in the order of the results.
+
+    `changing`: those of which few values change, else all others.
+    """
+    found = dict.fromkeys((row.workload, row.readers) for row in results.rows)
+    yield from (group for group in found if (group[0] in CHANGING) == changing)
 
 
 def best_of_others(results: Results, workload: str, readers: int) -> Row | None:

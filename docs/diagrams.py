@@ -89,7 +89,7 @@ PLANES = (
     box("data", 250, 160, 280, 66, "registered parameters, or a ring", "allocated once, reused"),
     arrow("data", 214, 193, 246, 193),
     arrow("data", 534, 193, 566, 193),
-    label(390, 250, "data plane: ipc, gloo, or a backend of your own", "dim mid"),
+    label(390, 250, "data plane: ipc, tcp, or a backend of your own", "dim mid"),
     label(20, 36, "Two planes", "title"),
 )  # fmt: skip
 
@@ -106,7 +106,7 @@ PATHS = (
     arrow("data", 174, 172, 194, 172, 194, 120, 212, 120),
     arrow("data", 174, 192, 212, 192),
     arrow("data", 174, 208, 194, 208, 194, 282, 550, 282),
-    label(318, 272, "gloo: TCP, once per host", "dim mid"),
+    label(318, 272, "tcp: once per host", "dim mid"),
     frame(520, 50, 240, 290, "host B"),
     box("data", 554, 254, 96, 56, "/dev/shm", "its ring"),
     box("plain", 554, 92, 84, 56, "worker"),

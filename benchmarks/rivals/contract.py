@@ -43,6 +43,10 @@ class Rival(ABC):
 
     connect_s: float = 0.0
     """The part of `setup` that makes the connection, where a rival measures it."""
+    sent_nbytes: int = 0
+    """Bytes that the last update sent to each reader, where a rival counts them."""
+    stall_s: float = 0.0
+    """The longest pause of a reader in the last update, where a rival measures it."""
 
     def __init__(self, option: str) -> None:
         self.option = option

@@ -29,8 +29,12 @@ class Trainer(Rival):
     def setup(self, job: Job, module: nn.Module) -> None:
         self._state = parameters_of(module)
         self._nbytes = job.nbytes
-        self._crew = Crew(job, Taker, [None] * job.readers)
+        self._crew = Crew(job, self.reader(), [None] * job.readers)
         self._clients = Clients(self._crew.ready())
+
+    def reader(self) -> type[Reader]:
+        """Return the class that runs in the reader processes."""
+        return Taker
 
     def update(self, way: str) -> None:
         if way == "streamed":

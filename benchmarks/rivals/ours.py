@@ -1,8 +1,9 @@
 """The rival weightsync: over HTTP, as servers use it; each update verified or not.
 
 A path that did other work than its name says would be measured under the wrong name. So a trainer
-of the unpacked path asserts that its parameters were adopted into shared memory, and a reader that
-stages updates into a module that they were swapped in.
+of the unpacked path asserts that its parameters were adopted into shared memory, a reader that
+stages updates into a module that they were swapped in, and a trainer that always sends deltas that
+each update was one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import uvicorn
-from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
+from benchmarks.receiving import http_server
 from benchmarks.rivals.contract import Job, Reader, Rival, RivalError
 from benchmarks.rivals.crew import Crew
 from benchmarks.rivals.parameters import addresses, load
@@ -29,10 +29,10 @@ END_S = 10.0
 
 
 class Trainer(Rival):
-    """`option` is path, sink and apply, with commas between."""
+    """`option` is path, sink, apply and `delta` of `connect`, with commas between."""
 
     def setup(self, job: Job, module: nn.Module) -> None:
-        path, sink, apply = self.option.split(",")
+        path, sink, apply, self._delta = self.option.split(",")
         token = secrets.token_urlsafe(16)
         self._module = module if path == "unpacked" else nn.Module()
         self._before = addresses(self._module)
@@ -43,11 +43,13 @@ class Trainer(Rival):
             module,
             to=to,
             token=token,
-            backend="gloo" if path == "gloo" else "auto",
+            backend="tcp" if path == "tcp" else "auto",
             packed={"packed": True, "unpacked": False}.get(path),
-            delta="off",
+            delta=self._delta,  # type: ignore[arg-type] # one of three words
         )
         self.connect_s = time.perf_counter() - began
+        if self._delta != "off":
+            self._sender.send_weights()  # what the deltas build on
 
     def reader(self) -> type[Reader]:
         """Return the class that runs in the reader processes."""
@@ -55,7 +57,12 @@ class Trainer(Rival):
 
     def update(self, way: str) -> None:
         self._sender.verify = way == "verified"
-        self._sender.send_weights()
+        report = self._sender.send_weights()
+        delta = report.delta or ws.DeltaReport()
+        if self._delta == "always" and not delta.sent:
+            raise RivalError(f"the whole model was sent: {delta.reason}")
+        self.sent_nbytes = delta.nbytes if delta.sent else report.nbytes
+        self.stall_s = report.stall_s
 
     def held(self) -> list[Mapping[str, str]]:
         refuse_unmoved(self._module, self._before, "were not adopted into shared memory")
@@ -78,13 +85,8 @@ class Receiver(Reader):
         self._swapped = module if (sink, apply) == ("module", "staged") else nn.Module()
         self._before = addresses(self._swapped)
         self._receiver = ws.WeightReceiver(hook, apply=apply)
-        app = FastAPI()
-        app.include_router(ws.server.weight_router(self._receiver, token=token))
+        self._server = http_server(self._receiver, token)
         self._listener = listen("127.0.0.1", 0)
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none"
-        )
-        self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 

@@ -75,9 +75,20 @@ def fill(parameters: Parameters, seed: int) -> None:
     """Give every parameter other bytes than before, and other bytes than its neighbours."""
     noise = torch.empty(NOISE_NBYTES, dtype=torch.uint8)
     noise.random_(generator=torch.Generator().manual_seed(seed))
+    _fill_from(noise, parameters)
+
+
+def fill_as_weights(parameters: Parameters) -> None:
+    """Give every bf16 parameter the values of an initialised model: codings depend on them."""
+    noise = torch.empty(NOISE_NBYTES // 2, dtype=torch.bfloat16)
+    noise.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+    _fill_from(as_bytes(noise), parameters)
+
+
+def _fill_from(noise: torch.Tensor, parameters: Parameters) -> None:
     for number, tensor in enumerate(parameters.values()):
         left = as_bytes(tensor)
-        start = number * 4_099 % (NOISE_NBYTES // 2)
+        start = number * 4_098 % (NOISE_NBYTES // 2)
         while len(left):
             piece = noise[start : start + len(left)]
             left[: len(piece)].copy_(piece)

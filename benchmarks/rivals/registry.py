@@ -17,7 +17,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A rival's module, its title in tables, and its memory in multiples of the model."""
+    """A rival's module, its title in tables, and its memory in multiples of the model.
+
+    `delta`: it is there for workloads of which few values change between updates.
+    """
 
     module: str
     title: str
@@ -26,6 +29,7 @@ class Entry:
     fixed_models: float = 0.0
     reader_models: float = 1.0
     chunk_nbytes: int = 0
+    delta: bool = False
 
     def peak_nbytes(self, nbytes: int, readers: int) -> int:
         """Return an estimate of the memory of all processes at once, the models included."""
@@ -47,42 +51,44 @@ VERIFIED = ("not verified", "verified")
 _OURS = Entry(module="ours", title="weightsync", ways=VERIFIED)
 # A staged module has two arenas, made while its own memory still exists.
 _STAGED = replace(_OURS, reader_models=3.0)
+# Sums of all lines, and buckets; a copy of the model for codings.
+_DELTA = replace(_STAGED, ways=VERIFIED[1:], fixed_models=1.3, delta=True)
 
 RIVALS: dict[str, Entry] = {
     "weightsync/unpacked/staged": replace(
         _STAGED,
-        option="unpacked,module,staged",
+        option="unpacked,module,staged,off",
         title="weightsync, unpacked, staged",
         fixed_models=1.0,
     ),
     "weightsync/unpacked/in_place": replace(
         _OURS,
-        option="unpacked,module,in_place",
+        option="unpacked,module,in_place,off",
         title="weightsync, unpacked, in place",
         fixed_models=1.0,
     ),
     "weightsync/packed/staged": replace(
-        _STAGED, option="packed,module,staged", title="weightsync, packed, staged"
+        _STAGED, option="packed,module,staged,off", title="weightsync, packed, staged"
     ),
     "weightsync/packed/in_place": replace(
-        _OURS, option="packed,module,in_place", title="weightsync, packed, in place"
+        _OURS, option="packed,module,in_place,off", title="weightsync, packed, in place"
     ),
     "weightsync/unpacked/hook": replace(
         _OURS,
-        option="unpacked,hook,in_place",
+        option="unpacked,hook,in_place,off",
         title="weightsync, unpacked, hook in place",
         fixed_models=1.0,
     ),
     "weightsync/packed/hook": replace(
-        _OURS, option="packed,hook,in_place", title="weightsync, packed, hook in place"
+        _OURS, option="packed,hook,in_place,off", title="weightsync, packed, hook in place"
     ),
     "weightsync/packed/hook_staged": replace(
-        _STAGED, option="packed,hook,staged", title="weightsync, packed, hook staged"
+        _STAGED, option="packed,hook,staged,off", title="weightsync, packed, hook staged"
     ),
-    "weightsync/gloo": replace(
+    "weightsync/tcp": replace(
         _STAGED,
-        option="gloo,module,staged",
-        title="weightsync, as if to another host (private Gloo group)",
+        option="tcp,module,staged,off",
+        title="weightsync, as if to another host (TCP)",
     ),
     "torch_queue/file_descriptor": Entry(
         module="torch_queue",
@@ -117,5 +123,33 @@ RIVALS: dict[str, Entry] = {
         title="packed IPC re-enacted (a fresh buffer; RPC and clone per chunk)",
         ways=("1 GiB bucket",),
         chunk_nbytes=GIB,
+    ),
+    "delta/weightsync/off": replace(
+        _DELTA, option="unpacked,module,staged,off", title="weightsync, the whole model"
+    ),
+    "delta/weightsync/auto": replace(
+        _DELTA, option="unpacked,module,staged,auto", title='weightsync, `delta="auto"`'
+    ),
+    "delta/weightsync/always": replace(
+        _DELTA, option="unpacked,module,staged,always", title='weightsync, `delta="always"`'
+    ),
+    "delta/weightsync/tcp": replace(
+        _DELTA,
+        option="tcp,module,staged,always",
+        title='weightsync, `delta="always"`, as if to another host',
+        fixed_models=2.3,
+    ),
+    "delta/http_body": Entry(
+        module="delta_body",
+        title="HTTP body",
+        ways=(
+            "indices of 32 bits and values (TRL)",
+            "gaps of 16 bits and xor of values, zstd 1 (NeMo RL)",
+            "gaps of rows and columns and values, zstd 1 (PULSE)",
+            "xor of whole tensors, zstd 1 (SkyRL)",
+        ),
+        fixed_models=2.0,
+        reader_models=1.5,
+        delta=True,
     ),
 }

@@ -6,6 +6,9 @@ ORDER is a JSON file of an `Order`; RESULTS gets one JSON line per rival and way
 the parameters, copies them once inside this process, and updates every reader; then the values of
 all readers are compared with the trainer's, for each option. A failed option does not stop the
 others.
+
+Where a workload says what changes between updates, the last update is such a change too, and there
+is a pause before each copy, as a training step is: receivers of deltas work then.
 """
 
 from __future__ import annotations
@@ -22,18 +25,28 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.changes import Change, change_of, count_changes
 from benchmarks.plan import WORKLOADS
 from benchmarks.rivals.contract import Job, Rival, RivalError
 from benchmarks.rivals.crew import Crew
-from benchmarks.rivals.parameters import digests, fill, make_module, parameters_of, touch
+from benchmarks.rivals.parameters import (
+    Parameters,
+    digests,
+    fill,
+    fill_as_weights,
+    make_module,
+    parameters_of,
+    touch,
+)
 from benchmarks.rivals.registry import RIVALS
-from benchmarks.shapes import Tensor
+from benchmarks.shapes import Step, Workload
 
 MIN_ROUNDS = 3
 # Part of a trial's time: start of processes, and comparison of values.
 BESIDE_ROUNDS = 0.3
 SHM = "/dev/shm"
 REASON_CHARACTERS = 300
+STEP_S_PER_BYTE = 0.25e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +67,7 @@ class Order:
 
 @dataclass(slots=True)
 class Taken:
-    """Seconds of copies and updates in turns, and the machine's load at the end.
+    """Seconds of copies and updates in turns, and the figures of a row of results.
 
     `failed` is the reason for missing figures.
     """
@@ -63,6 +76,10 @@ class Taken:
     update: list[float] = field(default_factory=list)
     setup_s: float = 0.0
     connect_s: float = 0.0
+    stall_s: float = 0.0
+    changed_values: int = 0
+    changed_lines: int = 0
+    sent_nbytes: int = 0
     load: float = 0.0
     failed: str = ""
 
@@ -124,25 +141,25 @@ def reason_of(exc: Exception) -> str:
 def run(order: Order, results: Path) -> None:
     """Measure every rival of the order; write a line for a failure, too."""
     torch.set_num_threads(1)
-    tensors = WORKLOADS[order.workload]().tensors
+    workload = WORKLOADS[order.workload]()
     with results.open("a", encoding="utf-8") as file:
         for name in order.rivals:
-            for way, taken in _measured(order, name, tensors).items():
+            for way, taken in _measured(order, name, workload).items():
                 said = {"failed": taken.failed} if taken.failed else asdict(taken)
                 file.write(json.dumps({"rival": name, "way": way, **said}) + "\n")
             file.flush()
 
 
-def _measured(order: Order, name: str, tensors: tuple[Tensor, ...]) -> dict[str, Taken]:
+def _measured(order: Order, name: str, workload: Workload) -> dict[str, Taken]:
     found = {way: Taken() for way in RIVALS[name].ways}
     checked: set[str] = set()
     try:
         with tempfile.TemporaryDirectory(prefix="weights-bench-", dir=SHM) as directory:
-            job = Job(tensors=tensors, readers=order.readers, directory=directory)
+            job = Job(tensors=workload.tensors, readers=order.readers, directory=directory)
             Crew.preload(f"benchmarks.rivals.{RIVALS[name].module}")
             rival = RIVALS[name].make()()
             try:
-                _measure(order, rival, job, found, checked)
+                _measure(order, rival, job, workload.step, found, checked)
             finally:
                 rival.close()
     except Exception as exc:  # noqa: BLE001 # becomes the reason in the rows
@@ -151,52 +168,98 @@ def _measured(order: Order, name: str, tensors: tuple[Tensor, ...]) -> dict[str,
     return found
 
 
+class Training:
+    """The trainer's parameters, and a twin that the plain copy writes.
+
+    `step` is what a training step changes; without one the values do not matter, and some bytes
+    change in its place.
+    """
+
+    def __init__(self, parameters: Parameters, step: Step | None) -> None:
+        self.parameters = parameters
+        self._change = None if step is None else change_of(step)
+        self._steps = 0
+        self._step_s = STEP_S_PER_BYTE * sum(one.nbytes for one in parameters.values())
+        if self._change is None:
+            fill(parameters, 1)
+        else:
+            fill_as_weights(parameters)
+
+    def make_twin(self) -> None:
+        """Allocate the twin, once the parameters are where they stay."""
+        self._twin = {name: torch.ones_like(one) for name, one in self.parameters.items()}
+
+    def train(self) -> None:
+        """Change the parameters before an update."""
+        if self._change is None:
+            touch(list(self.parameters.values()))
+        else:
+            self._change_some(self._change)
+
+    def copy(self) -> None:
+        """Copy the parameters to the twin, inside this process."""
+        for twin, source in zip(self._twin.values(), self.parameters.values(), strict=True):
+            twin.copy_(source)
+
+    def train_to_check(self, taken: Taken, seed: int) -> None:
+        """Give the parameters values that the next update has to bring to the readers."""
+        if self._change is None:
+            fill(self.parameters, seed)
+            return
+        self.copy()
+        self._change_some(self._change)
+        taken.changed_values, taken.changed_lines = count_changes(self._twin, self.parameters)
+
+    def _change_some(self, change: Change) -> None:
+        self._steps += 1
+        change(self.parameters, self._steps)
+        time.sleep(self._step_s)
+
+
 def _measure(
-    order: Order, rival: Rival, job: Job, found: Mapping[str, Taken], checked: set[str]
+    order: Order,
+    rival: Rival,
+    job: Job,
+    step: Step | None,
+    found: Mapping[str, Taken],
+    checked: set[str],
 ) -> None:
     """Fill `found`; a failed option is left out of the next steps."""
     module = make_module(job.tensors)
-    parameters = parameters_of(module)
-    fill(parameters, 1)
+    training = Training(parameters_of(module), step)
     began = time.perf_counter()
     rival.setup(job, module)
     setup_s = time.perf_counter() - began
-    twins = [torch.ones_like(tensor) for tensor in parameters.values()]
+    training.make_twin()
     courses = {way: Course(order, len(found), taken) for way, taken in found.items()}
     while going := [way for way, course in courses.items() if course.wants_more()]:
         for way in going:
-            courses[way].run(lambda taken: _round(rival, way, parameters, twins, taken))  # noqa: B023 # called at once
+            courses[way].run(lambda taken: _round(rival, way, training, taken))  # noqa: B023 # called at once
     for seed, (way, taken) in enumerate(found.items(), start=2):
         if taken.failed:
             continue
         with failing(taken):
-            fill(parameters, seed)
+            training.train_to_check(taken, seed)
             rival.update(way)
-            _check(rival, parameters, way)
+            _check(rival, training.parameters, way)
         taken.setup_s, taken.connect_s = setup_s, rival.connect_s
+        taken.sent_nbytes = rival.sent_nbytes
         taken.load = os.getloadavg()[0]
         checked.add(way)
 
 
-def _round(
-    rival: Rival,
-    way: str,
-    parameters: Mapping[str, torch.Tensor],
-    twins: list[torch.Tensor],
-    taken: Taken,
-) -> None:
-    sources = list(parameters.values())
-    touch(sources)
+def _round(rival: Rival, way: str, training: Training, taken: Taken) -> None:
+    training.train()
     began = time.perf_counter()
-    for twin, source in zip(twins, sources, strict=True):
-        twin.copy_(source)
+    training.copy()
     copied = time.perf_counter()
     rival.update(way)
     taken.update.append(time.perf_counter() - copied)
     taken.memcpy.append(copied - began)
+    taken.stall_s = max(taken.stall_s, rival.stall_s)
 
 
-def _check(rival: Rival, parameters: Mapping[str, torch.Tensor], way: str) -> None:
+def _check(rival: Rival, parameters: Parameters, way: str) -> None:
     sent = digests(parameters)
     for number, held in enumerate(rival.held()):
         wrong = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]

@@ -95,6 +95,23 @@ class TestTcp(Quick):
         flip_buckets(monkeypatch)
 
 
+@pytest.mark.usefixtures("shm_clean")
+class TestNixl(BackendContract):
+    """The real NIXL, over UCX's TCP; its agent takes seconds to start."""
+
+    backend = "nixl"
+    context = children.CONTEXT
+    timeout_s = 12.0
+
+    @pytest.fixture(autouse=True)
+    def over_tcp(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+        monkeypatch.setenv("UCX_LOG_LEVEL", "error")
+
+    def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flip_buckets(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The page's backend as a module, which child processes import as well."""

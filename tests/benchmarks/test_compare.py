@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from benchmarks import compare, tables
-from benchmarks.plan import OURS, PRESETS, THEIRS, WORKLOADS, Preset, Trial
+from benchmarks import compare, deltas, tables
+from benchmarks.plan import CHANGING, DELTAS, OUR_DELTAS, PRESETS, WORKLOADS, Preset, Trial
 from benchmarks.results import Results, Row, machine
 from benchmarks.rivals import ours, trial
 from benchmarks.rivals.contract import Job, Rival, RivalError
@@ -36,7 +36,7 @@ from benchmarks.rivals.registry import RIVALS, Entry
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 280.0
 TOY = PRESETS["toy"]
-FEW = ("weightsync/packed/staged",)
+FEW = ("weightsync/packed/staged", "delta/weightsync/always", "delta/http_body")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,7 +58,7 @@ def run_toy(out: Path, *options: str) -> Results:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of one rival, as if it were all."""
+    """Results of a few rivals, as if they were all."""
     out = tmp_path_factory.mktemp("compared") / "results.json"
     results = run_toy(out, "--rivals", *FEW)
     results.finished = True
@@ -84,7 +84,7 @@ def test_rivals_move_everything(compared: Path) -> None:
 def test_everyone_moves_everything(tmp_path: Path) -> None:
     results = run_toy(tmp_path / "results.json")
     assert results.finished
-    assert {row.rival for row in results.rows} == {*OURS, *THEIRS}
+    assert {row.rival for row in results.rows} == set(RIVALS)
     check_all_moved(results, rows_of([""]))
 
 
@@ -94,6 +94,9 @@ def check_all_moved(results: Results, keys: set[str]) -> None:
     for row in results.rows:
         assert len(row.update) == len(row.memcpy) == TOY.rounds
         assert 0 < row.ratio.least <= row.ratio.median <= row.ratio.most
+        if row.workload in CHANGING:
+            assert 0.009 < row.changed_values / (row.nbytes / 2) <= 0.01
+            assert row.changed_values <= row.sent_nbytes <= row.nbytes
 
 
 def test_pages_get_tables_plots_and_links_to_rows(tmp_path: Path) -> None:
@@ -106,6 +109,9 @@ def test_pages_get_tables_plots_and_links_to_rows(tmp_path: Path) -> None:
         for name in part.rivals
         for way in RIVALS[name].ways
     ]
+    for number, row in enumerate(rows):
+        if row.workload in CHANGING:
+            rows[number] = replace(row, changed_values=100, changed_lines=90, sent_nbytes=625)
     results = Results("toy", machine(), rows, finished=True)
     # The README shows models that the toy preset does not move.
     toy = [row for row in results.rows if (row.workload, row.readers) == ("toy", 2)]
@@ -114,6 +120,9 @@ def test_pages_get_tables_plots_and_links_to_rows(tmp_path: Path) -> None:
     tables.write(results, tmp_path)
     page = (tmp_path / "docs/performance.md").read_text(encoding="utf-8")
     assert "## A GPU" in page  # what is outside the markers stays
+    changing, _, others = page.partition("### Few values change")[2].partition("### Every row")
+    assert changing.count("| 0.0 | 6.25 |") == changing.count('<a id="toy-1-percent') > 0
+    assert '<a id="toy-1-percent' not in others
     anchors = re.findall(r'<a id="([^"]+)">', page)
     assert len(anchors) == len(set(anchors)) == len({row.key for row in results.rows})
     first_page = (tmp_path / "README.md").read_text(encoding="utf-8")
@@ -366,6 +375,46 @@ def test_presets_name_what_exists_and_nothing_twice(preset: str) -> None:
     assert len(asked) == len(set(asked))
     assert {workload for workload, _, _ in asked} <= set(WORKLOADS)
     assert {name for _, _, name in asked} <= set(RIVALS)
+    assert all((workload in CHANGING) == (name in DELTAS) for workload, _, name in asked)
+
+
+def test_a_trainer_that_sends_whole_models_as_deltas_gets_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shm_clean: None
+) -> None:
+    always = RIVALS["delta/weightsync/always"]
+    refuses = replace(always, option="packed,hook,in_place,always")
+    monkeypatch.setitem(RIVALS, "delta/weightsync/always", refuses)
+    trial.run(order_of("toy-1-percent", "delta/weightsync/always"), tmp_path / "results")
+    said = json.loads((tmp_path / "results").read_text(encoding="utf-8"))
+    assert said["failed"].startswith("RivalError: the whole model was sent: ")
+    assert said["failed"].endswith(" takes no deltas")
+
+
+def test_the_table_of_deltas_has_a_line_for_each_change_and_number_of_readers() -> None:
+    one, many = WORKLOADS["512M-300-1-percent"](), WORKLOADS["smollm2-1e-06"]()
+    rows = [
+        replace(
+            row_of(workload.name, "verified"),
+            readers=readers,
+            rival=name,
+            nbytes=6400,
+            changed_values=10,
+            changed_lines=8,
+            sent_nbytes=500_000,
+            stall_s=0.002,
+            update=[factor, 2 * factor],
+        )
+        for workload, readers in ((one, 1), (one, 4), (many, 1))
+        for name, factor in zip(OUR_DELTAS, (4.0, 3.0, 2.0), strict=True)
+    ]
+    rows[-1] = replace(rows[-1], failed="halted")
+    lines = deltas.table_of(Results("deltas", machine(), rows)).splitlines()[2:]
+    figures = "1500.0 | 4.00 | 2.00 | 0.50 | 3.00 | 8.0% | 0.5 | 2.00 |"
+    assert lines == [
+        f"| {one.title} | 1 | {figures}",
+        f"| {one.title} | 4 | {figures}",
+        f"| {many.title} | 1 | 1500.0 | 4.00 | - |  | 3.00 |  |  |  |",
+    ]
 
 
 def test_a_row_comes_back_from_the_file_as_it_was(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ def test_what_holds_is_measured_once() -> None:
     assert asked == [None]
 
 
+def test_a_row_that_is_not_committed_is_not_judged() -> None:
+    measure, _ = tries({"a": 1.0, "b": 2.0, "new": 99.0, "failed": math.nan})
+    assert judge(COMMITTED, measure) == []
+
+
 def test_a_loss_seen_twice_and_not_again_is_noise() -> None:
     measure, asked = tries({"a": 1.2, "b": 2.0}, {"a": 3.0}, {"a": 1.1})
     assert judge(COMMITTED, measure) == []

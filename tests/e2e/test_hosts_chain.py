@@ -28,6 +28,7 @@ BUCKET_NBYTES = 128 << 10
 RATE = "100mbit"
 """The 16.8 MB of the model take 1.3 s on a link."""
 MIDDLE_S = 0.4
+backends = pytest.mark.parametrize("backend", ["tcp", "nixl"])
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,15 @@ def chain(network: HostNetwork) -> Iterator[Chain]:
         host.call(cleanup_stale)
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [2], [0, 1]], ids=str)
-def test_hosts_that_are_killed_cost_only_themselves(chain: Chain, victims: list[int]) -> None:
-    chain.connect()
+@pytest.mark.parametrize(
+    ("backend", "victims"),
+    [("tcp", [0]), ("tcp", [1]), ("tcp", [2]), ("tcp", [0, 1]), ("nixl", [0]), ("nixl", [1])],
+    ids=str,
+)
+def test_hosts_that_are_killed_cost_only_themselves(
+    chain: Chain, backend: str, victims: list[int]
+) -> None:
+    chain.connect(backend=backend)
     chain.trainer.send(seed=1)
     chain.begin(2)
     for victim in victims:
@@ -137,10 +144,11 @@ def test_one_that_joins_disturbs_nobody(network: HostNetwork) -> None:
         host.call(cleanup_stale)
 
 
-def test_the_bytes_leave_the_trainer_once(network: HostNetwork) -> None:
+@backends
+def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str) -> None:
     with ExitStack() as stack:
         chain = Chain(network, stack)
-        chain.connect()
+        chain.connect(backend=backend)
         chain.trainer.send(seed=1)
         before = sent_nbytes(network)
         report = chain.trainer.send(seed=2)

@@ -107,7 +107,7 @@ class TestWays:
 
     def test_a_backend_is_taken_at_its_word(self) -> None:
         assert ways(member(HERE), CPU, "tcp") == [(0, "tcp")]
-        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, ipc, tcp"):
+        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, ipc, nixl, tcp"):
             choose_backends("carrier pigeon")
 
     def test_the_order_given_counts_more_than_the_cost(self) -> None:
@@ -133,7 +133,7 @@ class TestWays:
         assert [backend.name for backend in chosen] == ["tcp"]
 
     def test_a_name_that_is_none_opens_nothing(self) -> None:
-        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, ipc, tcp"):
+        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, ipc, nixl, tcp"):
             ws.connect(torch.nn.Linear(1, 1), to=_never, backend="typo")
 
 

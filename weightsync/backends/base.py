@@ -147,7 +147,7 @@ class Replies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Handshake = Generator[Round, Replies, None]
-"""Yields rounds and receives their replies; after a round with failed readers the generator ends."""
+"""Yields rounds and receives their replies. It ends after a round with failed readers."""
 
 
 @dataclass(frozen=True, slots=True)

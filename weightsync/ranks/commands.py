@@ -146,10 +146,11 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The reply of one rank: the fields that belong to the command, or `problem`.
 
     `round` has the next messages of a handshake. `beats` has each reader's sign of life, by
-    backend. `updates` has the payloads by backend, and by reader where each reader gets its own. `changed` names tensors of the source
-    that changed during the transfer, `not_finite` those that hold NaN or infinity. `estimate`
-    answers EstimateChanges, None on a rank without receivers. `delta` has the terms of a delta,
-    `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets.
+    backend. `updates` has the payloads by backend, and by reader where each reader gets its
+    own. `changed` names tensors of the source that changed during the transfer, `not_finite`
+    those that hold NaN or infinity. `estimate` answers EstimateChanges, None on a rank without
+    receivers. `delta` has the terms of a delta, `delta_lines` and `delta_nbytes` its changed
+    lines and the bytes of its packets.
     """
 
     problem: Problem | None = None

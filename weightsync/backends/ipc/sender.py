@@ -207,6 +207,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         self._stream: PackedStream | None = None
 
     @property
+    def buckets(self) -> list[torch.Tensor]:
+        """The buckets of the ring, `uint8[nbytes]` each."""
+        return self._ring.tensors
+
+    @property
     def stream(self) -> PackedStream:
         """The packed update in progress. Raises ConfigError when there is none."""
         if self._stream is None:

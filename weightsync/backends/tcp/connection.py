@@ -28,7 +28,7 @@ _REQUEST = struct.Struct("<IIQQ")
 _REQUEST_MAGIC = 0x7773_7201
 _HELLO = struct.Struct("<I16sq")
 _HELLO_MAGIC = 0x7773_6801
-_BEAT, _WANTS, _WANTS_NEXT, _SIGNS = range(4)
+_BEAT, _WANTS, _WANTS_NEXT, _SIGNS, _TOOK = range(5)
 """Kinds of what a reading host sends."""
 _MOST_SIGNS = 4096
 _TICK_S = 0.2
@@ -61,6 +61,7 @@ class FrameKind(IntEnum):
     ABORTED = 3
     FAILED = 4
     GONE = 5
+    DESCRIBES = 6
 
 
 class Frame(NamedTuple):
@@ -107,6 +108,7 @@ class Connection:
         self._heard_at = time.monotonic()
         self._unread = b""
         self._asked: Request | None = None
+        self._taken = 0
         self._sends = threading.Lock()
         close_in_children(sock)
         tick = struct.pack("ll", 0, int(_TICK_S * 1e6))
@@ -226,14 +228,17 @@ class Connection:
         """Read the bytes of a frame: as many as `into` has."""
         self._receive(into, check)
 
-    def skip(self, frame: Frame, check: Check) -> None:
-        """Read what belongs to a frame, and drop it."""
-        scratch = memoryview(bytearray(min(1 << 20, 8 * frame.num_fingerprints + frame.nbytes)))
-        left = 8 * frame.num_fingerprints + frame.nbytes
-        while left:
-            part = scratch[: min(left, len(scratch))]
+    def skip(self, nbytes: int, check: Check) -> None:
+        """Read bytes, and drop them."""
+        scratch = memoryview(bytearray(min(1 << 20, nbytes)))
+        while nbytes:
+            part = scratch[: min(nbytes, len(scratch))]
             self._receive(part, check)
-            left -= len(part)
+            nbytes -= len(part)
+
+    def took(self) -> None:
+        """Say that a chunk was taken whose bytes did not come in this stream."""
+        self._send(_REQUEST.pack(_REQUEST_MAGIC, _TOOK, 0, 0))
 
     # The serving host
 
@@ -252,6 +257,20 @@ class Connection:
                 return found
             self._hear(is_idle=True, flags=0)
         return None
+
+    def is_taken(self) -> bool:
+        """Whether the reading host has said `took` once more; never blocks.
+
+        Raises TransferError where it is gone or silent.
+        """
+        if not self._taken:
+            self._hear()
+        if not self._taken:
+            if self._asked is not None:
+                raise ProtocolError("a host that takes a chunk asks for others")
+            return False
+        self._taken -= 1
+        return True
 
     def send_frame(self, frame: Frame, fingerprints: Sequence[int], data: memoryview) -> None:
         """Send a frame and what belongs to it, as long as the reading host shows that it lives."""
@@ -309,7 +328,7 @@ class Connection:
         """Take note of what was read, as far as it is complete."""
         while len(self._unread) >= _REQUEST.size:
             magic, kind, epoch, first = _REQUEST.unpack_from(self._unread)
-            if magic != _REQUEST_MAGIC or kind > _SIGNS or (kind == _SIGNS and epoch > _MOST_SIGNS):
+            if magic != _REQUEST_MAGIC or kind > _TOOK or (kind == _SIGNS and epoch > _MOST_SIGNS):
                 raise ProtocolError("the connection carries something else than requests")
             end = _REQUEST.size + (8 * epoch if kind == _SIGNS else 0)
             if len(self._unread) < end:
@@ -317,6 +336,7 @@ class Connection:
             if kind == _SIGNS:
                 self.signs = array("Q", self._unread[_REQUEST.size : end]).tolist()
             self._unread = self._unread[end:]
+            self._taken += kind == _TOOK
             if kind in (_WANTS, _WANTS_NEXT):
                 self._asked = Request(epoch, first, kind == _WANTS_NEXT)
 

@@ -8,7 +8,7 @@ ordinary ring.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
 from weightsync.backends.ipc.memory import Buckets, ProbeMemory
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.receiver import IpcWeightTransferEngine
+from weightsync.backends.tcp.carrier import Carrier, InStream
 from weightsync.backends.tcp.payload import (
     HostRing,
     Membership,
@@ -48,7 +49,10 @@ class TcpWeightTransferEngine(WeightTransferEngine):
 
     exclusive: ClassVar[bool] = True  # /dev/shm may have no room for two rings
 
-    def __init__(self, device_keys: Sequence[str]) -> None:
+    def __init__(
+        self, device_keys: Sequence[str], make_carrier: Callable[[], Carrier] = InStream
+    ) -> None:
+        self._make_carrier = make_carrier
         self._inner = IpcWeightTransferEngine(device_keys, relayed=True)
         self._kept = ExitStack()
         self._membership: Membership | None = None
@@ -163,7 +167,10 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         self._kept.callback(ring.close)
         probe = ProbeMemory()
         self._kept.callback(probe.close)
-        relay = self._relay = HostRelay(membership, control, ring.tensors)
+        carrier = self._make_carrier()
+        self._kept.callback(carrier.close)
+        carrier.register(ring.tensors)
+        relay = self._relay = HostRelay(membership, control, ring.tensors, carrier)
         self._ring = HostRing(
             control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
             data=ring.handle(),

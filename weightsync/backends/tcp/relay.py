@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request
+from weightsync.backends.tcp.carrier import Carrier
+from weightsync.backends.tcp.connection import Check, Connection, Frame, FrameKind, Request
 from weightsync.backends.tcp.payload import Membership, Peer
 from weightsync.backends.tcp.server import ChunkServer, family_of
 from weightsync.backends.tcp.window import ChunkWindow
@@ -84,8 +85,13 @@ class HostRelay:
     """
 
     def __init__(
-        self, membership: Membership, control: Control, buckets: Sequence[torch.Tensor]
+        self,
+        membership: Membership,
+        control: Control,
+        buckets: Sequence[torch.Tensor],
+        carrier: Carrier,
     ) -> None:
+        self._carrier = carrier
         self._place = membership.place
         self._secret = bytes.fromhex(membership.secret)
         self._timeout_s = membership.timeout_s
@@ -109,7 +115,9 @@ class HostRelay:
         try:
             address = source_address(sender.address, family=family_of(sender.address))
             self.window = ChunkWindow(len(buckets), hold_of(self._patience_s))
-            self._server = ChunkServer(address, self._secret, self.window, self._patience_s)
+            self._server = ChunkServer(
+                address, self._secret, self.window, self._patience_s, carrier
+            )
         except OSError as exc:
             self._alive.close()
             raise ConnectError(f"there is no route from this host to the sender: {exc}") from exc
@@ -253,7 +261,9 @@ class HostRelay:
                 )
             try:
                 if self._connection is None:
-                    self._connect(sources[0], update.epoch, chunk)
+                    self._connect(
+                        sources[0], update.epoch, chunk, lambda: self._check_wanted(update)
+                    )
                 while chunk < len(update.sizes):
                     chunk = self._receive(update, chunk)
                     is_kept = False
@@ -286,7 +296,7 @@ class HostRelay:
             if frame.kind is FrameKind.WAITING:
                 check()
             elif frame.epoch < update.epoch:
-                connection.skip(frame, check)  # of an update that was given up
+                self._skip(connection, frame, check)  # of an update that was given up
                 if frame.kind is not FrameKind.CHUNK or frame.chunk + 1 == frame.chunks:
                     connection.ask(Request(update.epoch, chunk, is_next=False))
             else:
@@ -301,12 +311,17 @@ class HostRelay:
         self.window.make_room(chunk, check_own)
         slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._timeout_s)
         data = self._buckets[slot][: frame.nbytes]
-        connection.data(data, check)
+        self._carrier.receive(connection, frame, data, check)
         self._control.write_fingerprints(slot * self._room, fingerprints)
         self._writer.publish(chunk)
         self.window.offer(chunk, data, fingerprints)
         self._progress = time.monotonic()
         return chunk + 1
+
+    def _skip(self, connection: Connection, frame: Frame, check: Check) -> None:
+        connection.fingerprints(frame, check)
+        if frame.kind is FrameKind.CHUNK:
+            self._carrier.skip(connection, frame, check)
 
     def _check_frame(self, frame: Frame, update: RelayUpdate, chunk: int) -> None:
         if frame.kind is FrameKind.ABORTED:
@@ -334,9 +349,11 @@ class HostRelay:
         if update.error is not None:
             raise _Ended(str(update.error))
 
-    def _connect(self, source: Peer, epoch: int, chunk: int) -> None:
-        self._connection, self._peer = self._open(source), source
+    def _connect(self, source: Peer, epoch: int, chunk: int, check: Check) -> None:
+        connection = self._open(source)
+        self._connection, self._peer = connection, source
         self._ask(epoch, chunk, is_next=False)
+        self._carrier.meet(connection, check)
 
     def _ask(self, epoch: int, chunk: int, *, is_next: bool) -> None:
         connection = self._connection
@@ -351,6 +368,7 @@ class HostRelay:
     def _leave_source(self) -> None:
         connection, self._connection, self._peer = self._connection, None, None
         if connection is not None:
+            self._carrier.leave(connection)
             connection.close()
 
     def _open(self, peer: Peer) -> Connection:

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
+from weightsync.backends.tcp.carrier import Carrier, InStream
 from weightsync.backends.tcp.connection import (
     Connection,
     Frame,
@@ -33,12 +34,21 @@ _KNOWN_AFTER_S = 30.0
 class ChunkServer:
     """A port of `address` at which hosts that know `secret` read the chunks of `window`.
 
-    A thread accepts, and each connection has one. A connection that never asks for anything shows
+    A thread accepts, and each connection has one. `carrier` moves the bytes, by default in the
+    stream. A connection that never asks for anything shows
     its other end that this process lives. Raises ConnectError where the address is none of this
     host's.
     """
 
-    def __init__(self, address: str, secret: bytes, window: ChunkWindow, patience_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        window: ChunkWindow,
+        patience_s: float,
+        carrier: Carrier | None = None,
+    ) -> None:
+        self._carrier = carrier or InStream()
         self._secret = secret
         self._window = window
         self._patience_s = patience_s
@@ -127,10 +137,14 @@ class ChunkServer:
 
     def _serve(self, connection: Connection, place: int) -> None:
         request: Request | None = None
+        is_welcome = False
         while True:
             request = request or connection.wait_for_request(lambda: self._closed)
             if request is None:
                 return
+            if not is_welcome:
+                self._carrier.welcome(connection)
+                is_welcome = True
             cursor = self._attach(connection, place, request)
             request = None if cursor is None else self._send_update(connection, cursor)
 
@@ -178,7 +192,10 @@ class ChunkServer:
                     len(offer.data),
                     len(offer.fingerprints),
                 )
-                connection.send_frame(frame, offer.fingerprints, offer.data)
+                if offer.kind is FrameKind.CHUNK:
+                    self._carrier.send(connection, frame, offer.fingerprints, offer.data)
+                else:
+                    connection.send_frame(frame, (), NO_BYTES)
                 if offer.kind is not FrameKind.CHUNK or self._window.sent(cursor):
                     break
         finally:

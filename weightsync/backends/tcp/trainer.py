@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +29,7 @@ from weightsync.backends.base import (
 )
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.tcp.carrier import Carrier, InStream
 from weightsync.backends.tcp.payload import (
     SECRET_NBYTES,
     HostRing,
@@ -96,7 +97,14 @@ class _Host:
 class TcpTrainerEngine(TrainerWeightTransferEngine):
     """Serves the chunks of rank 0's ring. Hosts join and leave without the others."""
 
-    def __init__(self, ring: IpcTrainerEngine, options: TransferOptions) -> None:
+    def __init__(
+        self,
+        ring: IpcTrainerEngine,
+        options: TransferOptions,
+        make_carrier: Callable[[], Carrier] = InStream,
+    ) -> None:
+        self._make_carrier = make_carrier
+        self._carrier: Carrier | None = None
         self._ring = ring
         self._timeout_s = options.timeout_s
         self._secret = secrets.token_bytes(SECRET_NBYTES)
@@ -266,6 +274,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             window.close()
         if server is not None:
             server.close()
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.close()
 
     @property
     def _sender(self) -> Peer:
@@ -288,7 +299,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._address = _address_for_all(members)
         patience_s = patience_of(self._timeout_s)
         self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
-        self._server = ChunkServer(self._address, self._secret, self._window, patience_s)
+        carrier = self._carrier = self._make_carrier()
+        carrier.register(self._ring.buckets)
+        self._server = ChunkServer(self._address, self._secret, self._window, patience_s, carrier)
 
 
 class _UplinkProgress:

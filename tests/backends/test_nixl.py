@@ -1,0 +1,171 @@
+"""What the `nixl` backend refuses, and how; tests/backends/test_contract.py has what it moves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.backends.base import Endpoint
+from weightsync.backends.nixl.backend import RDMA_COST, TCP_COST, NixlBackend
+from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request, nothing
+from weightsync.backends.tcp.server import ChunkServer
+from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
+
+pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
+carrier_module = pytest.importorskip("weightsync.backends.nixl.carrier")
+
+ADDRESS, SECRET, NBYTES, PATIENCE_S = "127.0.0.1", bytes(16), 64 << 10, 10.0
+
+
+@pytest.fixture(autouse=True)
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "error")
+
+
+class Pair:
+    """A host that serves one chunk, and the reading end of a connection to it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.sent = torch.randint(256, (2, NBYTES), dtype=torch.uint8)
+        self.into = torch.zeros(2, NBYTES, dtype=torch.uint8)
+        self.serving, self.reading = carrier_module.NixlCarrier(), carrier_module.NixlCarrier()
+        self.serving.register(list(self.sent))
+        self.reading.register(list(self.into))
+        self.window = ChunkWindow(2, PATIENCE_S)
+        server = ChunkServer(ADDRESS, SECRET, self.window, PATIENCE_S, self.serving)
+        self.connection = Connection.open(ADDRESS, server.port, SECRET, 0, PATIENCE_S)
+        for closed in (self.window, server, self.connection, self.reading, self.serving):
+            stack.enter_context(closing(closed))
+
+    def head(self) -> Frame:
+        """Ask for the chunk, and return its head."""
+        self.connection.ask(Request(1, 0, is_next=False))
+        self.reading.meet(self.connection, nothing)
+        return self.connection.next_frame(nothing)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack)
+
+
+def test_a_chunk_of_the_ring_and_one_from_elsewhere(pair: Pair) -> None:
+    elsewhere = torch.randint(256, (1000,), dtype=torch.uint8)
+    pair.window.begin(1, 2, [0])
+    pair.window.offer(0, pair.sent[1].numpy().data, [7])
+    pair.window.offer(1, elsewhere.numpy().data, [])
+    frame = pair.head()
+    assert pair.connection.fingerprints(frame, nothing) == [7]
+    pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data, nothing)
+    assert torch.equal(pair.into[0], pair.sent[1])
+    frame = pair.connection.next_frame(nothing)
+    pair.reading.receive(pair.connection, frame, pair.into[1].numpy().data[:1000], nothing)
+    assert torch.equal(pair.into[1][:1000], elsewhere)
+
+
+def test_what_lies_beyond_the_registered_memory_is_not_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = torch.zeros(NBYTES, dtype=torch.uint8)
+    monkeypatch.setattr(
+        carrier_module, "_PLACE", Lying(carrier_module._PLACE, address=beyond.data_ptr())
+    )
+    pair.window.begin(1, 1, [0])
+    pair.window.offer(0, pair.sent[0].numpy().data, [])
+    frame = pair.head()
+    with pytest.raises(TransferError, match="read"):
+        pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data, nothing)
+    assert not pair.into.any()
+
+
+class Lying:
+    """Packs another address than the one given."""
+
+    def __init__(self, real: struct.Struct, address: int) -> None:
+        self._real, self._address, self.size = real, address, real.size
+        self.unpack = real.unpack
+
+    def pack(self, _: int, nbytes: int) -> bytes:
+        return self._real.pack(self._address, nbytes)
+
+
+def test_a_chunk_of_another_size_is_refused(pair: Pair) -> None:
+    pair.window.begin(1, 1, [0])
+    pair.window.offer(0, pair.sent[0].numpy().data, [])
+    frame = pair.head()
+    with pytest.raises(ProtocolError, match="bytes are offered"):
+        pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data[:8], nothing)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"of another session", os.urandom(4096)])
+def test_metadata_of_something_else_is_an_error(
+    pair: Pair, metadata: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def welcome(connection: Connection) -> None:
+        frame = Frame(FrameKind.DESCRIBES, nbytes=len(metadata))
+        connection.send_frame(frame, (), memoryview(metadata))
+
+    monkeypatch.setattr(pair.serving, "welcome", welcome)
+    pair.connection.ask(Request(1, 0, is_next=False))
+    with pytest.raises(TransferError, match="connecting to another host failed"):
+        pair.reading.meet(pair.connection, nothing)
+
+
+def facts(**changes: Any) -> Endpoint:
+    return Endpoint(keys=["HOST-a"], facts={"version": "1.5.1", "rdma": False, **changes})
+
+
+def test_it_is_preferred_where_both_hosts_have_rdma() -> None:
+    backend = NixlBackend()
+    (with_rdma,) = backend.reach(facts(rdma=True), facts(rdma=True))
+    (without,) = backend.reach(facts(rdma=True), facts())
+    assert (with_rdma.cost, without.cost) == (RDMA_COST, TCP_COST)
+    assert RDMA_COST < 5 < TCP_COST
+
+
+def test_another_version_is_named() -> None:
+    (reach,) = NixlBackend().reach(facts(), facts(version="0.9"))
+    assert "the trainer has NIXL 1.5.1 and the receiver 0.9" in reach.why_not
+
+
+def test_without_nixl_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(BackendUnavailableError, match=r"weightsync\[nixl\]"):
+        NixlBackend().endpoint(torch.device("cpu"))
+
+
+def test_ucx_without_a_transport_between_hosts_is_an_error() -> None:
+    """UCX reads its settings once for each process."""
+    script = (
+        "import torch; from torch import nn; import weightsync as ws\n"
+        "receiver = ws.WeightReceiver(nn.Linear(2, 2))\n"
+        "sent = nn.Linear(2, 2)\n"
+        "try:\n"
+        "    ws.connect(sent, to=receiver, backend='nixl', timeout_s=10).send_weights()\n"
+        "except ws.WeightSyncError as exc:\n"
+        "    print('SAID', type(exc).__name__, exc)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "UCX_TLS": "sm,self"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.partition("SAID ")[2]  # UCX prints there, too
+    assert said.startswith("BackendUnavailableError"), done
+    assert "NIXL failed" in said

@@ -1,0 +1,194 @@
+"""Chunks cross by one-sided reads: the reading host's NIXL fetches them from the other's ring.
+
+The connection carries heads, fingerprints and where a chunk lies. The ring of each process is
+registered once, and its agent's metadata goes over each connection once, which needs the sender's
+secret. A connection belongs to one process, so metadata of a process that is gone is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightsync.backends.tcp.connection import Check, Connection, Frame, FrameKind
+from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
+
+_PLACE = struct.Struct("<QQ")
+_MOST_METADATA = 1 << 24
+_SPIN_S, _SLEEP_S = 0.05, 0.0002
+_LIMIT_S = 30.0
+"""How long one chunk may take: NIXL over TCP does not notice a peer that stands still."""
+
+
+class NixlCarrier:
+    """Moves chunks between registered rings. Raises BackendUnavailableError where NIXL fails.
+
+    One lock guards the agent, which is not thread-safe. A read that does not end is abandoned with
+    its agent's other end, so that it cannot write later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agent: Any = _make_agent()
+        self._memory: list[torch.Tensor] = []
+        self._registered: Any = None
+        self._spare = threading.Lock()
+        self._peers: dict[Connection, str] = {}
+        self._closed = False
+
+    def register(self, buckets: Sequence[torch.Tensor]) -> None:
+        """Register the ring, and one bucket more for chunks that are read from elsewhere."""
+        self._memory = [*buckets, torch.empty_like(buckets[0])]
+        with self._lock, _errors("registering memory", BackendUnavailableError):
+            self._registered = self._agent.register_memory(self._memory)
+
+    def welcome(self, connection: Connection) -> None:
+        """Send the agent's metadata."""
+        with self._lock, _errors("describing this process"):
+            metadata = self._agent.get_agent_metadata()
+        frame = Frame(FrameKind.DESCRIBES, nbytes=len(metadata))
+        connection.send_frame(frame, (), memoryview(metadata))
+
+    def meet(self, connection: Connection, check: Check) -> None:
+        """Read the metadata of the other agent."""
+        frame = connection.next_frame(check)
+        if frame.kind is not FrameKind.DESCRIBES or frame.nbytes > _MOST_METADATA:
+            raise ProtocolError(f"it sends {frame}, where metadata of NIXL comes first")
+        metadata = bytearray(frame.nbytes)
+        connection.data(memoryview(metadata), check)
+        with self._lock, _errors("connecting to another host"):
+            name = self._agent.add_remote_agent(bytes(metadata))
+        self._peers[connection] = name.decode() if isinstance(name, bytes) else str(name)
+
+    def send(
+        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
+    ) -> None:
+        """Say where a chunk lies, and wait until the other host has read it."""
+        address = _address_of(data)
+        if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in self._memory):
+            self._lend(connection, frame, fingerprints, address)
+            return
+        with self._spare:  # read again from the source
+            spare = self._memory[-1]
+            spare.numpy().data[: len(data)] = data
+            self._lend(connection, frame, fingerprints, spare.data_ptr())
+
+    def _lend(
+        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], address: int
+    ) -> None:
+        place = _PLACE.pack(address, frame.nbytes)
+        connection.send_frame(frame, fingerprints, memoryview(place))
+        begun = time.monotonic()
+        while not connection.is_taken():
+            if self._closed:
+                raise TransferError("this host does not serve any more")
+            # Over TCP the other host's read advances in here.
+            with self._lock, _errors("serving a read"):
+                self._agent.get_new_notifs()
+            _pause(begun)
+
+    def receive(self, connection: Connection, frame: Frame, into: memoryview, check: Check) -> None:
+        """Fetch a chunk."""
+        address, nbytes = self._place_of(connection, check)
+        if nbytes != len(into):
+            raise ProtocolError(f"{nbytes} bytes are offered, where {len(into)} come next")
+        agent, peer = self._agent, self._peers[connection]
+        with self._lock, _errors("starting to read"):
+            local = agent.get_xfer_descs([(_address_of(into), nbytes, 0)], mem_type="DRAM")
+            remote = agent.get_xfer_descs([(address, nbytes, 0)], mem_type="DRAM")
+            handle = agent.initialize_xfer("READ", local, remote, peer)
+            state = agent.transfer(handle)
+        try:
+            self._wait(handle, state, check)
+        finally:
+            with self._lock, suppress(Exception):  # it failed before
+                agent.release_xfer_handle(handle)
+        connection.took()
+
+    def _wait(self, handle: Any, state: str, check: Check) -> None:
+        begun = time.monotonic()
+        while state == "PROC":
+            if time.monotonic() - begun > _LIMIT_S:
+                raise TransferError(f"a read did not end within {_LIMIT_S:g} s")
+            _pause(begun)
+            check()
+            with self._lock, _errors("reading"):
+                state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise TransferError(f"NIXL could not read from another host ({state})")
+
+    def skip(self, connection: Connection, frame: Frame, check: Check) -> None:
+        """Do not fetch a chunk."""
+        self._place_of(connection, check)
+        connection.took()
+
+    def leave(self, connection: Connection) -> None:
+        """Disconnect from the other agent, which ends reads that are in progress."""
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            with self._lock, suppress(Exception):  # the other process may be gone
+                self._agent.remove_remote_agent(peer)
+
+    def close(self) -> None:
+        """Release memory and agent. Idempotent."""
+        self._closed = True
+        for connection in list(self._peers):
+            self.leave(connection)
+        with self._lock:
+            registered, self._registered = self._registered, None
+            if registered is not None:
+                with suppress(Exception):
+                    self._agent.deregister_memory(registered)
+            self._agent = None
+            self._memory = []
+
+    def _place_of(self, connection: Connection, check: Check) -> tuple[int, int]:
+        place = bytearray(_PLACE.size)
+        connection.data(memoryview(place), check)
+        address, nbytes = _PLACE.unpack(place)
+        return address, nbytes
+
+
+def _make_agent() -> Any:
+    with _errors("NIXL", BackendUnavailableError):
+        from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  # the extra `nixl`
+
+        # Without NIXL's thread, which would keep a core busy also between updates.
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        agent = nixl_agent(f"weightsync-{uuid.uuid4().hex}", config)
+    if "UCX" not in agent.backends:
+        raise BackendUnavailableError("NIXL has no backend UCX here; install nixl's wheel for it")
+    return agent
+
+
+def _pause(begun: float) -> None:
+    """Let other threads and processes run: for longer, the longer something takes."""
+    if time.monotonic() - begun < _SPIN_S:
+        os.sched_yield()
+    else:
+        time.sleep(_SLEEP_S)
+
+
+def _address_of(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+@contextmanager
+def _errors(what: str, error: type[Exception] = TransferError) -> Iterator[None]:
+    """Raise what NIXL raises as `error`; `what` begins the message."""
+    try:
+        yield
+    except ImportError as exc:
+        raise BackendUnavailableError(f"NIXL cannot be imported: {exc}") from exc
+    except Exception as exc:
+        first_line = str(exc).partition("\n")[0]
+        raise error(f"{what} failed: {type(exc).__name__}: {first_line}") from exc
