@@ -153,7 +153,11 @@ def test_a_wait_for_a_welcome_can_be_ended() -> None:
         Connection.open("127.0.0.1", other.getsockname()[1], SECRET, 0, WAIT_S, closed)
 
 
-@pytest.mark.parametrize("said", [b"", b"\0" * 500, b"GET / HTTP/1.1\r\n" * 10, os.urandom(28)])
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\0" * 500, b"GET / HTTP/1.1\r\n" * 10, bytes(range(28))],
+    ids=["nothing", "zeros", "http", "as long as a hello"],
+)
 def test_a_stranger_is_cut_off_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
