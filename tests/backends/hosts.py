@@ -134,6 +134,13 @@ class Worker:
         os.kill(self.process.pid, number)
 
 
+class _Flowing(ModuleSource):
+    """A source whose tensors can be read once for each update."""
+
+    def stable_tensors(self) -> None:
+        return None
+
+
 class Party:
     """A sender and its hosts. `hosts[i]` are the workers of host i, the member first.
 
@@ -148,10 +155,11 @@ class Party:
         timeout_s: float = WAIT_S / 2,
         num_buckets: int = 4,
         address: str = "127.0.0.1",
+        is_stable: bool = True,
     ) -> None:
         self.hosts = [list(host) for host in hosts]
         self.model = Model()
-        self.source = ModuleSource(self.model)
+        self.source = ModuleSource(self.model) if is_stable else _Flowing(self.model)
         self._timeout_s = timeout_s
         self._route = f"http://[{address}]:1" if ":" in address else f"http://{address}:1"
         options = TransferOptions(
@@ -396,6 +404,7 @@ class _Work:
     def __init__(self, *, hook: bool) -> None:
         self.model = Model()
         self.delay_s = 0.0
+        self.delay_at = -1
         self.raise_at = -1
         self.calls = 0
         self.receiver = ws.WeightReceiver(
@@ -408,7 +417,8 @@ class _Work:
         self.calls += 1
         if self.calls == self.raise_at:
             raise RuntimeError("the hook does not want this")
-        threading.Event().wait(self.delay_s)
+        if self.delay_at in (-1, self.calls):
+            threading.Event().wait(self.delay_s)
         state = self.model.state_dict()
         for name, tensor in pairs:
             state[name].copy_(tensor)
@@ -416,6 +426,7 @@ class _Work:
     def behave(self, argument: dict[str, float]) -> None:
         self.calls = 0
         self.delay_s = argument.get("delay_s", 0.0)
+        self.delay_at = int(argument.get("delay_at", -1))
         self.raise_at = int(argument.get("raise_at", -1))
 
     def answer(self, what: str, argument: Any) -> object:  # a line each

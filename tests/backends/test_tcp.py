@@ -140,9 +140,11 @@ def test_the_second_worker_of_a_host_that_raises_ends_the_update_of_its_host() -
         assert fleet.inits == 4
 
 
-def test_a_slow_worker_is_waited_for() -> None:
-    with party(1, 2, hook=True, num_buckets=2) as fleet:
-        fleet.hosts[1][1].ask("behave", {"delay_s": 0.1})
+@pytest.mark.parametrize("slow", [(0, 0), (1, 1)], ids=str)
+def test_a_slow_worker_is_waited_for(slow: tuple[int, int]) -> None:
+    """Its hook computes for longer than the timeout, in the middle."""
+    with party(1, 2, 1, hook=True, num_buckets=2, timeout_s=SHORT_S / 2) as fleet:
+        fleet.hosts[slow[0]][slow[1]].ask("behave", {"delay_s": SHORT_S, "delay_at": 3})
         send_well(fleet, 1)
 
 
@@ -158,6 +160,14 @@ def test_a_member_that_gets_no_message_delays_nobody_for_long(silent: int) -> No
         for worker in fleet.workers:
             assert (worker.ask("content") == fleet.model.content()) is (worker is not one)
         send_well(fleet, 3)
+
+
+def test_a_member_that_gets_no_message_costs_nothing_where_chunks_are_sent_once() -> None:
+    """The next host asks it first, and then the sender, which has kept the first chunks."""
+    with party(1, 1, timeout_s=SHORT_S, is_stable=False) as fleet:
+        fleet.model.fill(1)
+        assert fleet.send(silent=[fleet.hosts[0][0]], drops=True) == {}
+        assert fleet.hosts[1][0].ask("content") == fleet.model.content()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -304,14 +314,15 @@ def test_twenty_handshakes_one_after_another_leave_nothing_behind() -> None:
 
 
 def test_the_sender_counts_as_alive_until_it_ends() -> None:
-    with party(1) as fleet:
-        member = fleet.workers[0]
-        assert member.ask("alive", SENDER) is True
+    with party(2) as fleet:
+        for worker in fleet.workers:
+            assert worker.ask("alive", SENDER) is True, worker.name
         fleet.engine.close()
-        deadline = time.monotonic() + ROOM_S
-        while member.ask("alive", SENDER) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert member.ask("alive", SENDER) is False
+        for worker in fleet.workers:
+            deadline = time.monotonic() + ROOM_S
+            while worker.ask("alive", SENDER) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert worker.ask("alive", SENDER) is False, worker.name
 
 
 def test_the_sender_sees_the_members_and_their_others_work() -> None:

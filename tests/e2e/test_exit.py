@@ -67,7 +67,7 @@ sender = ws.connect(
 )
 
 def send():
-    with contextlib.suppress(ws.WeightSyncError):  # that the connection ended, where it is told in time
+    with contextlib.suppress(ws.WeightSyncError):  # the connection ended first, perhaps
         sender.send_weights()
 
 sending = threading.Thread(target=send, daemon=True)

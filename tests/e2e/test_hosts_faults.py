@@ -291,3 +291,24 @@ def test_a_member_of_an_old_group_does_no_harm(scene: Scene) -> None:
     assert lost.reading() == 1
     trainer.do("call", "add", lost.url)
     check_all_hold(trainer, 3, [here, lost, third])
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_host_is_cut_off_is_noticed(scene: Scene) -> None:
+    """Within seconds, although receivers show it all the time that they live."""
+    trainer = scene.trainer()
+    fleet = [scene.receiver(B), scene.receiver(C), scene.receiver(C)]
+    connect(trainer, fleet)
+    trainer.send(seed=1)
+    assert all(remote.status()["owner"].get("alive", True) for remote in fleet)
+    scene.network.hosts[A].cut()
+    try:
+        for remote in fleet:
+            wait_until(
+                lambda remote=remote: not remote.status()["owner"].get("alive", True),  # type: ignore[misc]
+                f"{remote.url} to notice",
+            )
+    finally:
+        scene.network.hosts[A].heal()
+    assert trainer.send(seed=2).version == 2
+    check_all_hold(trainer, 2, fleet)

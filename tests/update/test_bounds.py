@@ -164,7 +164,7 @@ def test_a_backend_that_there_is_not_is_refused_before_anybody_is_asked() -> Non
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ws.ConfigError, match="no backend 'typo'; known: auto, ipc, tcp"):
+        with pytest.raises(ws.ConfigError, match="no backend 'typo'; known: auto, ipc, nixl, tcp"):
             ws.connect(nn.Linear(6, 5), to=url, backend="typo", timeout_s=TIMEOUT_S)
         with pytest.raises(BlockingIOError):
             listener.accept()

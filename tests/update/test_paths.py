@@ -12,8 +12,8 @@ from msgspec.structs import replace
 import weightsync as ws
 from weightsync.backends.base import Backend
 from weightsync.backends.ipc.backend import IpcBackend
-from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.backends.registry import choose_backends
+from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.errors import ConfigError
 from weightsync.ranks.commands import RankInfo
 from weightsync.transports.base import Transport
@@ -107,7 +107,7 @@ class TestWays:
 
     def test_a_backend_is_taken_at_its_word(self) -> None:
         assert ways(member(HERE), CPU, "tcp") == [(0, "tcp")]
-        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, ipc, tcp"):
+        with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, ipc, nixl, tcp"):
             choose_backends("carrier pigeon")
 
     def test_the_order_given_counts_more_than_the_cost(self) -> None:
@@ -133,7 +133,7 @@ class TestWays:
         assert [backend.name for backend in chosen] == ["tcp"]
 
     def test_a_name_that_is_none_opens_nothing(self) -> None:
-        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, ipc, tcp"):
+        with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, ipc, nixl, tcp"):
             ws.connect(torch.nn.Linear(1, 1), to=_never, backend="typo")
 
 

@@ -145,7 +145,10 @@ def test_a_source_is_iterated_anew_and_its_error_is_raised(pair: tuple[Any, Any]
     [
         ({"rank": 1}, r"rank 1, and this process is rank 0 of 1 in the process group"),
         ({"options": {"to": "http://x"}}, r"options has to; trainer_init\(\) has its own"),
-        ({"options": {"backend": "typo"}}, "there is no backend 'typo'; known: auto, ipc, tcp"),
+        (
+            {"options": {"backend": "typo"}},
+            "there is no backend 'typo'; known: auto, ipc, nixl, tcp",
+        ),
         ({"source": None}, r"trainer_init\(\) needs source="),
         ({"source": 7}, "cannot send from an object of int"),
         ({"client": object()}, r"a object does not show its servers: .*InitInfo\(to="),

@@ -199,7 +199,7 @@ class CounterRing:
         self.segment.close()
 
 
-_EPOCH, _BEAT, _TABLE, _OFFERED = range(WRITER_WORDS, WRITER_WORDS + 4)
+_EPOCH, _BEAT, _TABLE, _OFFERED, _LOST = range(WRITER_WORDS, WRITER_WORDS + 5)
 _READER_BEAT, _LOADED = range(READER_WORDS, READER_WORDS + 2)
 
 
@@ -209,6 +209,7 @@ class Control(CounterRing):
     `epoch` is the number of the update that the counters belong to. `offered` is the generation of
     the newest init message, raised before the writer sends it. `table_ready` counts the
     fingerprints of the unpacked path that were written, and `writer_beat` the writer's heartbeats.
+    `sender_lost` is 1 while a writer that is not the sender itself has no connection to it.
     """
 
     magic = 0x7773_7269_6E67_0004
@@ -216,6 +217,7 @@ class Control(CounterRing):
     offered = WriterWord(_OFFERED)
     table_ready = WriterWord(_TABLE)
     writer_beat = WriterWord(_BEAT)
+    sender_lost = WriterWord(_LOST)
 
     def beat_writer(self) -> None:
         """Raise the writer's heartbeat. Called by the writer only."""

@@ -99,14 +99,18 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         finally:
             self._at_work = False
 
-    def sender_alive(self) -> bool:
-        """Whether the sender's control segment is locked; False once closed. Thread-safe."""
+    def sender_alive(self) -> bool | None:
+        """Whether the sender's control segment is locked; False once closed. Thread-safe.
+
+        None where it is that of another receiver, which has lost its connection to the sender.
+        """
         opened = self._opened
         if opened is None:
             return False
         try:
-            return opened.control.segment.owner_alive()
-        except SegmentError:
+            alive = opened.control.segment.owner_alive()
+            return None if alive and opened.control.sender_lost else alive
+        except (SegmentError, ValueError):  # another thread has closed the control segment
             if self._opened is opened:
                 raise
             return False

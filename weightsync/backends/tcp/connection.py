@@ -40,8 +40,12 @@ KEEPALIVE_S = 5
 _open: WeakSet[socket.socket] = WeakSet()
 
 
+def close_in_children(sock: socket.socket) -> None:
+    """Have forked children close a socket, or the connection or port would outlive this process."""
+    _open.add(sock)
+
+
 def _close_in_child() -> None:
-    """Close the connections in a forked child, or they would outlive this process."""
     for sock in list(_open):
         sock.close()
 
@@ -103,9 +107,10 @@ class Connection:
         self._patience_s = patience_s
         self._heard_at = time.monotonic()
         self._unread = b""
+        self._asked: Request | None = None
         self._taken = 0
         self._sends = threading.Lock()
-        _open.add(sock)
+        close_in_children(sock)
         tick = struct.pack("ll", 0, int(_TICK_S * 1e6))
         sock.settimeout(None)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -115,19 +120,42 @@ class Connection:
 
     @classmethod
     def open(
-        cls, address: str, port: int, secret: bytes, place: int, patience_s: float
+        cls,
+        address: str,
+        port: int,
+        secret: bytes,
+        place: int,
+        patience_s: float,
+        check: Check = nothing,
     ) -> Connection:
-        """Connect to a serving host, as the host of `place`. Raises TransferError."""
-        sock = None
+        """Connect to a serving host, as the host of `place`, and wait for its welcome.
+
+        Raises TransferError where nothing is reached, and ProtocolError where it is something else.
+        """
         try:
             sock = socket.create_connection((address, port), min(_CONNECT_S, patience_s))
-            made = cls(sock, patience_s)
-            made._send(_HELLO.pack(_HELLO_MAGIC, secret, place))
         except OSError as exc:
-            if sock is not None:
-                sock.close()
             raise TransferError(f"{address}:{port} cannot be reached: {exc}") from exc
+        try:
+            made = cls(sock, patience_s)
+            made._limit_unanswered()
+            made._send(_HELLO.pack(_HELLO_MAGIC, secret, place))
+            if made.next_frame(check).kind is not FrameKind.WAITING:
+                raise ProtocolError(f"{address}:{port} does not welcome this host")
+        except BaseException as exc:
+            sock.close()
+            if isinstance(exc, OSError) and not isinstance(exc, TransferError):
+                raise TransferError(f"the connection broke: {exc}") from exc
+            raise
         return made
+
+    def _limit_unanswered(self) -> None:
+        """Have the kernel give up soon what a host that is gone does not acknowledge.
+
+        Not on the serving side: the kernel counts a reader that takes its time as gone, too.
+        """
+        limit_ms = 4 * KEEPALIVE_S * 1000
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
     @property
     def is_open(self) -> bool:
@@ -140,13 +168,15 @@ class Connection:
             return False
 
     def hear_hello(self, secret: bytes, within_s: float) -> int | None:
-        """Return the place of the host that connected; None unless it knows the secret."""
+        """Welcome the host that connected and return its place; None unless it knows the secret."""
         hello = bytearray(_HELLO.size)
         deadline = time.monotonic() + within_s
         self._receive(memoryview(hello), nothing, deadline)
         magic, given, place = _HELLO.unpack(hello)
-        known = magic == _HELLO_MAGIC and hmac.compare_digest(given, secret)
-        return int(place) if known else None
+        if magic != _HELLO_MAGIC or not hmac.compare_digest(given, secret):
+            return None
+        self.send_frame(Frame(FrameKind.WAITING), (), memoryview(b""))
+        return int(place)
 
     # The reading host
 
@@ -235,9 +265,9 @@ class Connection:
         """
         if not self._taken:
             self._hear()
-            if self._parsed() is not None:
-                raise ProtocolError("a host that takes a chunk asks for others")
         if not self._taken:
+            if self._asked is not None:
+                raise ProtocolError("a host that takes a chunk asks for others")
             return False
         self._taken -= 1
         return True
@@ -259,11 +289,16 @@ class Connection:
                 parts[0] = parts[0][sent:]
                 self._hear()
 
-    def close(self) -> None:
-        """Close the connection; calls in other threads fail. Idempotent."""
+    def cut(self) -> None:
+        """End the connection: calls in other threads fail. Idempotent."""
         with suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+
+    def close(self) -> None:
+        """Close the connection. Called when no other thread reads or sends frames. Idempotent."""
+        self.cut()
+        with self._sends:  # `beat` must not send to a descriptor that has been opened again
+            self._socket.close()
 
     def _hear(self, *, is_idle: bool = False, flags: int = socket.MSG_DONTWAIT) -> None:
         """Read what the reading host has sent. Raises TransferError where it is gone or silent."""
@@ -282,25 +317,28 @@ class Connection:
             raise TransferError("the connection was closed")
         self._heard_at = time.monotonic()
         self._unread += got
-        if len(self._unread) > 1 << 16:
-            raise ProtocolError("the connection carries something else than requests")
+        self._parse()
 
     def _parsed(self) -> Request | None:
-        """Return the first request among what was read; signs of life are dropped."""
+        """Return the newest request among what was read, once."""
+        found, self._asked = self._asked, None
+        return found
+
+    def _parse(self) -> None:
+        """Take note of what was read, as far as it is complete."""
         while len(self._unread) >= _REQUEST.size:
             magic, kind, epoch, first = _REQUEST.unpack_from(self._unread)
             if magic != _REQUEST_MAGIC or kind > _TOOK or (kind == _SIGNS and epoch > _MOST_SIGNS):
                 raise ProtocolError("the connection carries something else than requests")
             end = _REQUEST.size + (8 * epoch if kind == _SIGNS else 0)
             if len(self._unread) < end:
-                return None
+                return
             if kind == _SIGNS:
                 self.signs = array("Q", self._unread[_REQUEST.size : end]).tolist()
             self._unread = self._unread[end:]
             self._taken += kind == _TOOK
             if kind in (_WANTS, _WANTS_NEXT):
-                return Request(epoch, first, kind == _WANTS_NEXT)
-        return None
+                self._asked = Request(epoch, first, kind == _WANTS_NEXT)
 
     def _send(self, data: bytes) -> None:
         with self._sends:

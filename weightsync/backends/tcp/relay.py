@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -30,11 +31,20 @@ from weightsync.shm.wait import Heartbeat
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_SHORTEST_PATIENCE_S = 1.0
 
 
 def patience_of(timeout_s: float) -> float:
-    """Return how long a silent host is waited for: others have time to take its place."""
-    return timeout_s / 4
+    """Return how long a silent host is waited for: others have time to take its place.
+
+    Both ends show four times a second that they live.
+    """
+    return max(timeout_s / 4, _SHORTEST_PATIENCE_S)
+
+
+def hold_of(patience_s: float) -> float:
+    """Return how long a window waits for the nearest follower, which may try others before."""
+    return 2 * patience_s
 
 
 @dataclass(slots=True, eq=False)
@@ -98,14 +108,14 @@ class HostRelay:
         self._progress = time.monotonic()
         self._connection: Connection | None = None
         self._peer: Peer | None = None
-        sender = membership.sender
+        sender = self._sender = membership.sender
         try:
             self._alive = self._open(sender)
-        except TransferError as exc:
+        except (TransferError, ProtocolError) as exc:
             raise ConnectError(f"the sender cannot be reached: {exc}") from exc
         try:
             address = source_address(sender.address, family=family_of(sender.address))
-            self.window = ChunkWindow(len(buckets), self._patience_s)
+            self.window = ChunkWindow(len(buckets), hold_of(self._patience_s))
             self._server = ChunkServer(
                 address, self._secret, self.window, self._patience_s, carrier
             )
@@ -156,8 +166,10 @@ class HostRelay:
             self._changed.notify_all()
         self.window.close()
         self._server.close()
-        self._leave_source()
-        self._alive.close()
+        connection = self._connection
+        if connection is not None:
+            connection.cut()
+        self._alive.cut()
         self._heartbeat.close(max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -177,6 +189,8 @@ class HostRelay:
         self._release(free)
 
     def _release(self, free: Callable[[], None]) -> None:
+        self._leave_source()
+        self._alive.close()
         for bucket in self._buckets:
             bucket.release()
         self._buckets.clear()
@@ -189,6 +203,9 @@ class HostRelay:
             connection.beat()
         control = self._control
         self._alive.show([control.liveness(reader) for reader in range(control.readers)])
+        lost = not self._alive.is_open
+        if lost != control.sender_lost:
+            control.sender_lost = int(lost)
 
     def _run(self) -> None:
         while True:
@@ -204,8 +221,16 @@ class HostRelay:
                 if self._submitted is update:
                     self._submitted = None
 
+    def _keep_alive(self) -> None:
+        """Connect to the sender again, if that connection was lost in between."""
+        if not self._alive.is_open:
+            with suppress(TransferError, ProtocolError):
+                lost, self._alive = self._alive, self._open(self._sender)
+                lost.close()
+
     def _relay(self, update: RelayUpdate) -> None:
         try:
+            self._keep_alive()
             self._writer.follow(
                 update.readers, len(update.sizes), epoch=update.epoch, base=update.base
             )
@@ -249,9 +274,11 @@ class HostRelay:
                 if update.error is not None:
                     raise
                 self._leave_source()
-                if is_kept:  # since the last update, and broken meanwhile, perhaps
-                    is_kept = False
+                if is_kept and not isinstance(exc, TransferTimeout):
+                    is_kept = False  # since the last update, and broken meanwhile, perhaps
                     continue
+                is_kept = False
+                self._progress = time.monotonic()  # the next source has its own time
                 problems.append(f"{_named(sources.pop(0))}: {exc}")
                 logger.info("chunk %d: %s", chunk + 1, problems[-1])
 
@@ -275,10 +302,15 @@ class HostRelay:
                     connection.ask(Request(update.epoch, chunk, is_next=False))
             else:
                 break
+
+        def check_own() -> None:  # the source waits, and not this host for the source
+            self._progress = time.monotonic()
+            check()
+
         self._check_frame(frame, update, chunk)
         fingerprints = connection.fingerprints(frame, check)
-        self.window.make_room(chunk, check)
-        slot = self._writer.acquire(chunk, check=check, timeout_s=self._timeout_s)
+        self.window.make_room(chunk, check_own)
+        slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._timeout_s)
         data = self._buckets[slot][: frame.nbytes]
         self._carrier.receive(connection, frame, data, check)
         rest = update.sizes[chunk] - frame.nbytes
@@ -317,8 +349,7 @@ class HostRelay:
             raise ProtocolError(f"it sends {frame}, where {expected} comes next")
 
     def _check_wanted(self, update: RelayUpdate) -> None:
-        if self._closing:
-            raise _Ended("the relay of this host was closed")
+        self._check_open()
         if update.error is not None:
             raise _Ended(str(update.error))
 
@@ -345,7 +376,18 @@ class HostRelay:
             connection.close()
 
     def _open(self, peer: Peer) -> Connection:
-        return Connection.open(peer.address, peer.port, self._secret, self._place, self._patience_s)
+        return Connection.open(
+            peer.address,
+            peer.port,
+            self._secret,
+            self._place,
+            self._patience_s,
+            self._check_open,
+        )
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise _Ended("the relay of this host was closed")
 
 
 def _named(peer: Peer | None) -> str:

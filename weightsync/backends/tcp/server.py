@@ -10,18 +10,25 @@ import time
 from contextlib import suppress
 
 from weightsync.backends.tcp.carrier import Carrier, InStream
-from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request
+from weightsync.backends.tcp.connection import (
+    Connection,
+    Frame,
+    FrameKind,
+    Request,
+    close_in_children,
+)
 from weightsync.backends.tcp.window import NO_BYTES, ChunkWindow, Cursor
 from weightsync.errors import ConnectError, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
-_BEAT_S = 0.5
-_MOST_CONNECTIONS = 256
-_UNKNOWN = -1
+_BEAT_S = 0.25
+_MOST_STRANGERS = 256
+"""Connections that have not said the secret yet; the oldest makes room for another one."""
+_STRANGER = -1
 _KNOWN_AFTER_S = 30.0
-"""How long a host that asks for an update is kept waiting that has not begun here."""
+"""How long a host that asks for an update is kept waiting that has not begun here, at most."""
 
 
 class ChunkServer:
@@ -56,6 +63,7 @@ class ChunkServer:
             raise ConnectError(
                 f"cannot listen on {address}: {exc}; give an address of this host"
             ) from exc
+        close_in_children(self._listening)
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, name="weightsync-accept", daemon=True).start()
 
@@ -66,7 +74,7 @@ class ChunkServer:
         return found[-1] if found else []
 
     def close(self) -> None:
-        """Close the port and all connections. Idempotent."""
+        """Close the port, and end all connections. Idempotent."""
         with self._lock:
             self._closed = True
             connections = list(self._connections)
@@ -74,7 +82,7 @@ class ChunkServer:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         for connection in connections:
-            connection.close()
+            connection.cut()  # its own thread closes it
 
     def _accept(self) -> None:
         while True:
@@ -85,15 +93,34 @@ class ChunkServer:
                     return
                 time.sleep(0.05)  # no descriptors, perhaps
                 continue
-            with self._lock:
-                if self._closed or len(self._connections) >= _MOST_CONNECTIONS:
-                    sock.close()
-                    continue
-                connection = Connection(sock, self._patience_s)
-                self._connections[connection] = _UNKNOWN
+            try:
+                self._take(sock)
+            except (OSError, RuntimeError) as exc:  # it is gone already, or there is no thread
+                logger.warning("a connection cannot be served: %s", exc)
+                sock.close()
+
+    def _take(self, sock: socket.socket) -> None:
+        """Serve a connection in a thread of its own."""
+        connection = Connection(sock, self._patience_s)
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            strangers = [c for c, place in self._connections.items() if place == _STRANGER]
+            if len(strangers) >= _MOST_STRANGERS:
+                strangers[0].cut()
+            self._connections[connection] = _STRANGER
+        try:
             threading.Thread(
                 target=self._run, args=(connection,), name="weightsync-serve", daemon=True
             ).start()
+        except RuntimeError:
+            self._forget(connection)
+            raise
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
 
     def _run(self, connection: Connection) -> None:
         try:
@@ -106,21 +133,20 @@ class ChunkServer:
             logger.debug("a connection ends: %s", exc)
         finally:
             connection.close()
-            with self._lock:
-                self._connections.pop(connection, None)
+            self._forget(connection)
 
     def _serve(self, connection: Connection, place: int) -> None:
+        request: Request | None = None
         is_welcome = False
         while True:
-            request = connection.wait_for_request(lambda: self._closed)
+            request = request or connection.wait_for_request(lambda: self._closed)
             if request is None:
                 return
             if not is_welcome:
                 self._carrier.welcome(connection)
                 is_welcome = True
             cursor = self._attach(connection, place, request)
-            if isinstance(cursor, Cursor):
-                self._send_update(connection, cursor)
+            request = None if cursor is None else self._send_update(connection, cursor)
 
     def _attach(self, connection: Connection, place: int, request: Request) -> Cursor | None:
         """Wait for the update that is asked for; answer GONE where it does not begin in time."""
@@ -135,7 +161,7 @@ class ChunkServer:
             if newer is not None:  # it does not wait for this any more
                 request, asked_at = newer, time.monotonic()
             now = time.monotonic()
-            if not request.is_next and now - asked_at > min(_KNOWN_AFTER_S, self._patience_s):
+            if not request.is_next and now - asked_at > min(_KNOWN_AFTER_S, self._patience_s / 2):
                 connection.send_frame(Frame(FrameKind.GONE, request.epoch), (), NO_BYTES)
                 return None
             if not request.is_next and now - beat_at > _BEAT_S:
@@ -143,13 +169,16 @@ class ChunkServer:
                 connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
         return None
 
-    def _send_update(self, connection: Connection, cursor: Cursor) -> None:
+    def _send_update(self, connection: Connection, cursor: Cursor) -> Request | None:
+        """Send chunks up to the last one; return a request that arrives before."""
         beat_at = time.monotonic()
         try:
             while not self._closed:
+                offer = None  # its memory is not kept during the wait
                 offer = self._window.next(cursor)
                 if offer is None:
-                    connection.request()
+                    if (newer := connection.request()) is not None:
+                        return newer
                     if time.monotonic() - beat_at > _BEAT_S:
                         beat_at = time.monotonic()
                         connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
@@ -168,9 +197,10 @@ class ChunkServer:
                 else:
                     connection.send_frame(frame, (), NO_BYTES)
                 if offer.kind is not FrameKind.CHUNK or self._window.sent(cursor):
-                    return
+                    break
         finally:
             self._window.detach(cursor)
+        return None
 
 
 def family_of(address: str) -> socket.AddressFamily:

@@ -40,7 +40,7 @@ from weightsync.backends.tcp.payload import (
     TcpInit,
 )
 from weightsync.backends.tcp.receiver import MEMBER_READER, init_of
-from weightsync.backends.tcp.relay import patience_of
+from weightsync.backends.tcp.relay import hold_of, patience_of
 from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
@@ -218,18 +218,26 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
     def unready(self, readers: Sequence[int]) -> list[int]:
         """Return the readers whose host has lost its member, and second members of one host.
 
-        Readers whose handshake failed, or ended since that of another one did, are among them.
+        Readers whose handshake failed, or ended since that of another one did, are among them. So
+        are all readers of a host whose ring has no index left for one that joins: they get a ring.
         """
         known = {index for host in self._hosts for index in host.on_ring}
         found = [reader for reader in readers if reader not in known]
+        full = {host.key for host in self._hosts if host.used >= RELAY_READER}
         fed: set[str] = set()
+        crowded: set[str] = set()
         for host in self._hosts:
             taking = [index for index in host.on_ring if index in readers]
             if taking and (not host.has_member or host.key in fed):
                 found += taking
                 self._joining.update(host.names[index] for index in taking)
+                crowded.update(full.intersection([host.key]))
             elif host.peer.place in taking:
                 fed.add(host.key)
+        for host in self._hosts:
+            if host.key in crowded:
+                self._joining.difference_update(host.names.values())
+                found += [i for i in host.on_ring if i in readers and i not in found]
         return found
 
     def remove_reader(self, reader: int) -> None:
@@ -290,7 +298,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             return
         self._address = _address_for_all(members)
         patience_s = patience_of(self._timeout_s)
-        self._window = ChunkWindow(max(shape.num_buckets // 2, 1), patience_s)
+        self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
         carrier = self._carrier = self._make_carrier()
         carrier.register(self._ring.buckets)
         self._server = ChunkServer(self._address, self._secret, self._window, patience_s, carrier)

@@ -13,7 +13,7 @@ from weightsync.backends.base import Check
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.tcp.window import ChunkWindow, Read
 from weightsync.errors import BackendUnavailableError, TransferError, WeightSyncError
-from weightsync.interpreter_exit import end_at_exit
+from weightsync.interpreter_exit import TorchCalls, end_at_exit
 from weightsync.shm.ring import RingReader
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.weights.layout import StreamLayout
@@ -52,6 +52,7 @@ class Uplink:
         self._stream = stream
         self._window = window
         self._chunks = stream.layout.chunks
+        self._place = reader
         self._reader = RingReader(
             stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
         )
@@ -120,6 +121,8 @@ class Uplink:
     def _check(self) -> None:
         if self._stop.is_set():
             raise _Stopped("the update was aborted by its sender")
+        # The ring waits for this reader as long as there are hosts that live, however slow.
+        self._stream.control.beat_reader(self._place)
 
 
 def without_zeros(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -137,15 +140,17 @@ def without_zeros(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def reread(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> Read:
     """Return a function that reads chunk `j` of the stream from the source's own tensors."""
     specs = layout.manifest.specs
+    calls = TorchCalls()
 
     def read(j: int) -> memoryview:
         chunk = layout.chunks[j]
-        made = torch.zeros(chunk.stop - chunk.start, dtype=torch.uint8)
-        for part in layout.slices(chunk.start, chunk.stop):
-            spec, tensor = specs[part.index], tensors[part.index]
-            flat = contiguous_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]))
-            begin = part.start - chunk.start
-            made[begin : begin + part.nbytes] = flat[part.begin : part.begin + part.nbytes]
-        return made.numpy().data
+        with calls.inside():
+            made = torch.zeros(chunk.stop - chunk.start, dtype=torch.uint8)
+            for part in layout.slices(chunk.start, chunk.stop):
+                spec, tensor = specs[part.index], tensors[part.index]
+                flat = contiguous_bytes(tensor.detach().to(TORCH_DTYPES[spec.dtype]))
+                begin = part.start - chunk.start
+                made[begin : begin + part.nbytes] = flat[part.begin : part.begin + part.nbytes]
+            return made.numpy().data
 
     return read

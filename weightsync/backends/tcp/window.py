@@ -170,6 +170,8 @@ class ChunkWindow:
         """
         with self._changed:
             self._cursors.discard(cursor)
+            if any(other.place == cursor.place for other in self._cursors):
+                return  # it has connected again
             if cursor.epoch == self.epoch and cursor.place in self._followers:
                 if cursor.at >= self._chunks:
                     self._followers.clear()

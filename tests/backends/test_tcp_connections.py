@@ -1,0 +1,424 @@
+"""Connections between hosts: what strangers, silent peers and peers that lie can do, and cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from weightsync.backends.tcp import connection as connection_module
+from weightsync.backends.tcp import server as server_module
+from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request, nothing
+from weightsync.backends.tcp.server import ChunkServer, family_of
+from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.errors import (
+    ConnectError,
+    ProtocolError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+
+SECRET = bytes(range(16))
+PATIENCE_S = 2.0
+WAIT_S = 30.0
+BYTES = memoryview(bytes(range(200)))
+
+
+@contextmanager
+def serving(
+    address: str = "127.0.0.1", *, patience_s: float = PATIENCE_S, slots: int = 4
+) -> Iterator[tuple[ChunkServer, ChunkWindow]]:
+    window = ChunkWindow(slots, patience_s)
+    server = ChunkServer(address, SECRET, window, patience_s)
+    try:
+        yield server, window
+    finally:
+        window.close()
+        server.close()
+        wait_until(lambda: not server._connections)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def connected(
+    server: ChunkServer, address: str = "127.0.0.1", *, place: int = 0, patience_s: float = WAIT_S
+) -> Iterator[Connection]:
+    made = Connection.open(address, server.port, SECRET, place, patience_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def read_chunk(connection: Connection) -> tuple[Frame, list[int], bytes]:
+    while (frame := connection.next_frame(nothing)).kind is FrameKind.WAITING:
+        connection.beat()
+    into = bytearray(frame.nbytes)
+    fingerprints = connection.fingerprints(frame, nothing)
+    connection.data(memoryview(into), nothing)
+    return frame, fingerprints, bytes(into)
+
+
+def ends(sock: socket.socket) -> bool:
+    """Whether the other end closes the connection."""
+    sock.settimeout(WAIT_S)
+    with suppress(ConnectionError):
+        return sock.recv(1) == b""
+    return True
+
+
+def check_serves(server: ChunkServer, window: ChunkWindow, epoch: int = 1) -> None:
+    window.begin(epoch, 1, [0])
+    window.offer(0, BYTES, [3, 4])
+    with connected(server) as reader:
+        reader.ask(Request(epoch, 0, is_next=False))
+        frame, fingerprints, data = read_chunk(reader)
+    assert (frame.epoch, frame.chunk, frame.chunks) == (epoch, 0, 1)
+    assert (fingerprints, data) == ([3, 4], bytes(BYTES))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_a_chunk_arrives(address: str) -> None:
+    with serving(address) as (server, window):
+        window.begin(1, 1, [0])
+        window.offer(0, BYTES, [1])
+        with connected(server, address) as reader:
+            reader.ask(Request(1, 0, is_next=False))
+            assert read_chunk(reader)[2] == bytes(BYTES)
+
+
+def test_the_family_of_an_address() -> None:
+    assert family_of("::1") == socket.AF_INET6
+    assert family_of("192.0.2.1") == family_of("a-name") == socket.AF_INET
+
+
+def test_an_address_of_another_host_cannot_be_listened_on() -> None:
+    with pytest.raises(ConnectError, match=r"cannot listen on 192\.0\.2\.1"):
+        ChunkServer("192.0.2.1", SECRET, ChunkWindow(1, 1.0), 1.0)
+
+
+def test_a_wrong_secret_is_told_at_once() -> None:
+    with serving() as (server, window):
+        with pytest.raises(TransferError, match="closed"):
+            Connection.open("127.0.0.1", server.port, bytes(16), 0, WAIT_S)
+        check_serves(server, window)
+
+
+def test_something_else_that_listens_is_no_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(TransferTimeout, match="no sign of life"):
+            Connection.open("127.0.0.1", port, SECRET, 0, 0.3)
+
+        def greet() -> None:
+            sock, _ = other.accept()  # the one before
+            sock.close()
+            sock, _ = other.accept()
+            with sock:
+                sock.sendall(b"220 welcome to the mail server of this host, which is not a host\n")
+                sock.recv(100)
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        with pytest.raises(ProtocolError, match="something else than chunks"):
+            Connection.open("127.0.0.1", port, SECRET, 0, WAIT_S)
+        greeting.join()
+
+
+def test_a_wait_for_a_welcome_can_be_ended() -> None:
+    def closed() -> None:
+        raise TransferCancelled("closed")
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(TransferCancelled),
+    ):
+        Connection.open("127.0.0.1", other.getsockname()[1], SECRET, 0, WAIT_S, closed)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\0" * 500, b"GET / HTTP/1.1\r\n" * 10, bytes(range(28))],
+    ids=["nothing", "zeros", "http", "as long as a hello"],
+)
+def test_a_stranger_is_cut_off_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(server_module, "_HELLO_S", 0.3)
+    with serving() as (server, window):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(said)
+            assert ends(stranger)
+        check_serves(server, window)
+
+
+def test_strangers_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(server_module, "_HELLO_S", WAIT_S)
+    with serving() as (server, window):
+        strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+        try:
+            check_serves(server, window)
+            assert ends(strangers[0])
+            wait_until(lambda: len(server._connections) <= 4)
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+
+def test_as_many_hosts_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 3)
+    with serving() as (server, _):
+        hosts = [Connection.open("127.0.0.1", server.port, SECRET, i, WAIT_S) for i in range(20)]
+        assert all(host.is_open for host in hosts)
+        for host in hosts:
+            host.close()
+
+
+def test_connections_that_cannot_be_served_do_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread is to be had for one, and the other is gone before its first look."""
+    with serving() as (server, window):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", raiser(RuntimeError("no more threads")))
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+                assert ends(stranger)
+        with monkeypatch.context() as patched:
+            patched.setattr(connection_module, "keep_alive", raiser(OSError("it is gone")))
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+                assert ends(stranger)
+        assert not server._connections
+        check_serves(server, window)
+
+
+def raiser(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\0" * 24,
+        struct.pack("<IIQQ", connection_module._REQUEST_MAGIC, 9, 0, 0),
+        struct.pack("<IIQQ", connection_module._REQUEST_MAGIC, 3, 1 << 40, 0),
+    ],
+    ids=["another magic", "unknown kind", "terabytes of signs"],
+)
+def test_a_host_that_sends_no_request_is_cut_off(said: bytes) -> None:
+    with serving() as (server, window):
+        with connected(server) as reader:
+            reader._send(said)
+            with pytest.raises(TransferError):
+                read_chunk(reader)
+        check_serves(server, window)
+
+
+def frame_bytes(**changes: int) -> bytes:
+    said = {"magic": connection_module._FRAME_MAGIC, "kind": 1, "fingerprints": 0, **changes}
+    return connection_module._HEAD.pack(
+        said["magic"], said["kind"], 1, 0, 1, 64, said["fingerprints"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        ({"magic": 7}, "something else than chunks"),
+        ({"kind": 99}, "something else than chunks"),
+        ({"kind": 0}, "something else than chunks"),
+        ({"fingerprints": 1 << 62}, "has 4611686018427387904 fingerprints"),
+    ],
+)
+def test_a_frame_that_lies(lie: dict[str, int], told: str) -> None:
+    ours, theirs = pair()
+    with theirs, closing(Connection(ours, WAIT_S)) as reader:
+        theirs.sendall(frame_bytes(**lie))
+        with pytest.raises(ProtocolError, match=told):
+            reader.next_frame(nothing)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+    return ours, theirs
+
+
+def test_a_frame_in_pieces_is_put_together() -> None:
+    ours, theirs = pair()
+    reader = Connection(ours, WAIT_S)
+
+    def drip() -> None:
+        for byte in frame_bytes():
+            theirs.sendall(bytes([byte]))
+            time.sleep(0.005)
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    assert reader.next_frame(nothing) == Frame(FrameKind.CHUNK, 1, 0, 1, 64, 0)
+    dripping.join()
+    reader.close()
+    theirs.close()
+
+
+def test_a_host_that_never_reads_is_lost_only_when_it_is_silent() -> None:
+    """The window waits for it as long as it beats, and then no longer than the patience."""
+    large = memoryview(bytearray(64 << 20))
+    with serving(patience_s=1.0) as (server, window), connected(server) as reader:
+        window.begin(1, 1, [0])
+        window.offer(0, large, [])
+        reader.ask(Request(1, 0, is_next=False))
+        until = time.monotonic() + 4.0
+
+        def beats() -> None:
+            if time.monotonic() < until:
+                reader.beat()
+                assert window._cursors or time.monotonic() < until - 3.5
+
+        window.complete(beats)
+        assert time.monotonic() > until
+
+
+def test_beats_of_a_long_update_are_not_kept() -> None:
+    """Those of a host that takes hours are read while it is sent chunks, and forgotten."""
+    ours, theirs = pair()
+    server, reader = Connection(theirs, WAIT_S), Connection(ours, WAIT_S)
+    try:
+        for _ in range(6_000):
+            reader.beat()
+            server._hear()
+        assert len(server._unread) < 1000
+        reader.ask(Request(7, 3, is_next=True))
+        wait_until(lambda: server.request() == Request(7, 3, is_next=True))
+    finally:
+        server.close()
+        reader.close()
+
+
+def test_a_request_that_comes_early_is_answered() -> None:
+    """The host had all there was of an update without chunks, before it was over here."""
+    with serving() as (server, window), connected(server) as reader:
+        window.begin(1, 0, [0])
+        reader.ask(Request(1, 0, is_next=False))
+        wait_until(lambda: bool(window._cursors))
+        reader.ask(Request(1, 0, is_next=True))
+        wait_until(lambda: not window._cursors)
+        window.begin(2, 1, [0])
+        window.offer(0, BYTES, [])
+        frame, _, data = read_chunk(reader)
+        assert (frame.kind, frame.epoch, data) == (FrameKind.CHUNK, 2, bytes(BYTES))
+
+
+def test_an_update_that_does_not_begin_is_told_before_the_windows_elsewhere_give_up() -> None:
+    with serving() as (server, _), connected(server) as reader:
+        began = time.monotonic()
+        reader.ask(Request(5, 0, is_next=False))
+        frame, _, _ = read_chunk(reader)
+        assert (frame.kind, frame.epoch) == (FrameKind.GONE, 5)
+        assert time.monotonic() - began > PATIENCE_S / 4
+
+
+def test_a_peer_that_falls_silent_is_lost() -> None:
+    ours, theirs = pair()
+    reader = Connection(ours, 0.3)
+    with pytest.raises(TransferTimeout, match="no sign of life"):
+        reader.next_frame(nothing)
+    reader.close()
+    theirs.close()
+
+
+def test_signs_of_life_arrive_by_place() -> None:
+    with serving() as (server, _):
+        with connected(server, place=4) as one, connected(server, place=5) as other:
+            one.show([1, 2])
+            other.show(list(range(64)))
+            wait_until(lambda: server.signs(4) == [1, 2])
+            wait_until(lambda: server.signs(5) == list(range(64)))
+            one.show([3, 2])
+            wait_until(lambda: server.signs(4) == [3, 2])
+        assert server.signs(6) == []
+        wait_until(lambda: server.signs(4) == [])
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_close_ends_all_threads_and_descriptors() -> None:
+    before = descriptors()
+    with serving() as (server, window):
+        hosts = [Connection.open("127.0.0.1", server.port, SECRET, i, WAIT_S) for i in range(5)]
+        window.begin(1, 2, [0])
+        for host in hosts[:3]:
+            host.ask(Request(1, 0, is_next=False))
+    for host in hosts:
+        with pytest.raises(TransferError):
+            read_chunk(host)
+        assert not host.is_open
+        host.close()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "weightsync-serve"])
+    wait_until(lambda: descriptors() == before)
+
+
+FORKS = """
+import os, time
+from weightsync.backends.tcp.connection import Connection
+from weightsync.backends.tcp.server import ChunkServer
+from weightsync.backends.tcp.window import ChunkWindow
+
+server = ChunkServer("127.0.0.1", bytes(16), ChunkWindow(1, 1.0), 1.0)
+connection = Connection.open("127.0.0.1", server.port, bytes(16), 0, 5.0)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(server.port, child, flush=True)
+input()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_keeps_no_port_and_no_connection() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        port, child = map(int, parent.stdout.readline().split())
+        try:
+            wait_until(lambda: not inherited(child))
+            assert parent.stdin is not None
+            parent.stdin.write("\n")
+            parent.stdin.close()
+            parent.wait(WAIT_S)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), WAIT_S).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def inherited(child: int) -> list[str]:
+    found = [str(link.readlink()) for link in Path(f"/proc/{child}/fd").iterdir()]
+    return [link for link in found if link.startswith("socket:")]

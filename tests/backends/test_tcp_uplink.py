@@ -1,0 +1,153 @@
+"""A chunk that is read again from the source has the bytes that were sent first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
+from weightsync.backends.base import TransferOptions
+from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.tcp.uplink import Uplink, reread
+from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.errors import TransferError
+from weightsync.specs import Manifest, TensorSpec
+from weightsync.tensors import TORCH_DTYPES
+from weightsync.weights.layout import StreamLayout
+from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
+
+pytestmark = pytest.mark.usefixtures("shm_clean")
+
+
+def check(layout: StreamLayout) -> None:
+    tensors = random_tensors(layout.manifest, 1)
+    wanted = stream_bytes(layout, tensors)
+    read = reread(layout, tensors)
+    backwards = {j: bytes(read(j)) for j in reversed(range(len(layout.chunks)))}
+    for j, chunk in enumerate(layout.chunks):
+        assert backwards[j] == wanted[chunk.start : chunk.stop], j
+
+
+@pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
+def test_every_dtype(bucket: int) -> None:
+    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, unit_nbytes=192))
+
+
+@given(manifests(), sizes(12), sizes(12))
+def test_any_model(manifest: Manifest, bucket: int, unit_nbytes: int) -> None:
+    check(StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=unit_nbytes))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Tensors that lie in memory in every way, some larger than a bucket."""
+    torch.manual_seed(0)
+    base = torch.randn(70, 90, dtype=torch.float64)
+    return {
+        "plain": torch.randn(33, 70),
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "expanded": torch.randn(1, 50).expand(40, 50),
+        "conjugate": torch.randn(30, 30, dtype=torch.complex64).conj(),
+        "negative": torch.randn(30, 30, dtype=torch.complex64).conj().imag,
+        "brain": torch.randn(2001, dtype=torch.bfloat16),
+        "fp8": torch.randn(501).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(3.5),
+        "nothing": torch.zeros(0, 4),
+        "large": torch.randn(3000),
+        "bits": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+        "steps": torch.arange(77, dtype=torch.int16),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "float8_e4m3fn"])
+def test_a_cast(dtype: str) -> None:
+    given = [torch.randn(300, 7), torch.randn(50, 60).t(), torch.randn(64).bfloat16()]
+    specs = [
+        TensorSpec(name=f"t{i}", shape=tuple(tensor.shape), dtype=dtype)
+        for i, tensor in enumerate(given)
+    ]
+    layout = StreamLayout(Manifest(tuple(specs)), bucket_nbytes=1024, unit_nbytes=192)
+    wanted = stream_bytes(layout, [tensor.to(TORCH_DTYPES[dtype]) for tensor in given])
+    read = reread(layout, given)
+    for j, chunk in enumerate(layout.chunks):
+        assert bytes(read(j)) == wanted[chunk.start : chunk.stop], j
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1024, 4096, 1 << 20])
+def test_the_chunks_of_a_ring(bucket_nbytes: int) -> None:
+    """Both ways for each chunk: as the window had it, and as the source gives it again."""
+    module = nn.Module()
+    for name, tensor in tensors().items():
+        module.register_buffer(name, tensor)
+    kept, again = both_ways(ModuleSource(module), bucket_nbytes)
+    assert kept
+    assert kept == again
+
+
+def test_the_chunks_of_a_module() -> None:
+    module = nn.Sequential(nn.Linear(50, 60), nn.Linear(60, 50).half())
+    kept, again = both_ways(ModuleSource(module), 2048)
+    assert kept == again
+
+
+def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, bytes], ...]:
+    """Send an update, and return the chunks that were offered, and those read again."""
+    options = TransferOptions(packed=True, bucket_nbytes=bucket_nbytes, num_buckets=3)
+    kept: dict[int, bytes] = {}
+
+    class Keeping(ChunkWindow):
+        def offer(self, chunk: int, data: memoryview, fingerprints: object) -> None:
+            kept[chunk] = bytes(data)
+            super().offer(chunk, data, fingerprints)  # type: ignore[arg-type]
+
+    with closing(IpcTrainerEngine(source, options)) as engine:
+        window = Keeping(1, 1.0)
+        engine.begin([RELAY_READER], verify=True)
+        uplink = Uplink(engine, RELAY_READER, window, [], source)
+        engine.transfer(lambda: None)
+        uplink.finish(lambda: None)
+        read = window._again
+        assert read is not None
+        again = {chunk: bytes(read(chunk)) for chunk in kept}
+        uplink.stop()
+        engine.end()
+    return kept, again
+
+
+def test_a_source_that_makes_its_tensors_is_read_once() -> None:
+    source = StateDictSource(tensors())
+    with closing(IpcTrainerEngine(source, TransferOptions(packed=True))) as engine:
+        window = ChunkWindow(1, 1.0)
+        engine.begin([RELAY_READER], verify=True)
+        uplink = Uplink(engine, RELAY_READER, window, [], source)
+        assert window._again is None
+        uplink.stop()
+        engine.end()
+
+
+def test_an_update_that_ends_lets_go_of_the_ring() -> None:
+    """Of the one that is given up, too: nothing views memory that is about to be freed."""
+    source = StateDictSource({"w": torch.randn(9000)})
+    options = TransferOptions(packed=True, bucket_nbytes=1024, num_buckets=4)
+    with closing(IpcTrainerEngine(source, options)) as engine:
+        window = ChunkWindow(2, 60.0)
+        engine.begin([RELAY_READER], verify=True)
+        uplink = Uplink(engine, RELAY_READER, window, [1], source)
+
+        def check() -> None:
+            if len(window._data) == 2:
+                raise TransferError("enough")
+
+        with pytest.raises(TransferError, match="enough"):
+            engine.transfer(check)
+        uplink.stop()
+        assert not uplink._thread.is_alive()
+        assert not window._data
+        with pytest.raises(TransferError, match="aborted by its sender"):
+            uplink.check()
+        engine.end()
