@@ -274,11 +274,10 @@ class HostRelay:
                 if update.error is not None:
                     raise
                 self._leave_source()
-                if is_kept and not isinstance(exc, TransferTimeout):
-                    is_kept = False  # since the last update, and broken meanwhile, perhaps
+                self._progress = time.monotonic()  # the next connection has its own time
+                if is_kept:  # since the last update, and broken meanwhile, perhaps
+                    is_kept = False
                     continue
-                is_kept = False
-                self._progress = time.monotonic()  # the next source has its own time
                 problems.append(f"{_named(sources.pop(0))}: {exc}")
                 logger.info("chunk %d: %s", chunk + 1, problems[-1])
 
