@@ -19,6 +19,7 @@ WeightSyncError
 +- TransferError              the data plane failed; the update is aborted
 |  +- HandleError
 |  +- SegmentError
+|  +- SourceLostError        the host that served this one is gone, and no other has its bytes
 |  +- TransferTimeout        also a TimeoutError
 |  +- TransferCancelled       the caller itself ended the wait, or closed the queue
 |  +- PeerLostError           .ranks: a process at the other end died or left
@@ -248,6 +249,10 @@ class HandleError(TransferError):
 
 class SegmentError(TransferError):
     """A shared-memory segment cannot be made, opened or trusted."""
+
+
+class SourceLostError(TransferError):
+    """No other host has the bytes that this receiver lacks, since one that had them is gone."""
 
 
 class TransferTimeout(TransferError, TimeoutError):

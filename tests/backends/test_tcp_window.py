@@ -254,3 +254,26 @@ def test_a_reader_that_is_slower_than_the_hold_keeps_its_chunk() -> None:
     assert held is not None
     assert not has_room(one, 2)
     assert bytes(held.data) == b"\0"
+
+
+def test_memory_is_not_used_again_while_it_is_sent() -> None:
+    """Neither the next update begins, nor is the memory released, before a send has ended."""
+    for ends in (lambda w: w.begin(2, 1, []), lambda w: w.release()):
+        window = ChunkWindow(2, 5.0)
+        window.begin(1, 2, [0])
+        window.offer(0, memoryview(b"chunk"), [])
+        stopped = threading.Event()
+        cursor = window.attach(0, 1, 0, is_next=False, stop=stopped.set)
+        assert cursor is not None
+        assert window.next(cursor) is not None
+        ended = threading.Event()
+
+        def end(ends: Callable[[ChunkWindow], None] = ends, ended: threading.Event = ended) -> None:
+            ends(window)
+            ended.set()
+
+        threading.Thread(target=end, daemon=True).start()
+        assert stopped.wait(5), "the send is told to stop"
+        assert not ended.wait(0.3), "and waited for"
+        window.detach(cursor)
+        assert ended.wait(5)

@@ -13,7 +13,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.tcp.payload import TcpInit
-from weightsync.errors import ConnectError
+from weightsync.errors import ConnectError, SourceLostError
 from weightsync.wire import codec
 from weightsync.wire.messages import FinishRequest, InitRequest
 from weightsync.wire.offers import InitInfo
@@ -138,3 +138,45 @@ def test_workers_of_a_restarted_server_are_connected_beside_a_member_that_is_los
         sender.close()
         here.receiver.close()
         lost.receiver.close()
+
+
+def test_one_that_lost_its_source_is_not_dropped_with_the_one_that_died() -> None:
+    """It is sent the update again, without the other one, whose failure is noticed later."""
+    dying, orphan, third = (ws.WeightReceiver(nn.Linear(4, 4)) for _ in range(3))
+    calls: list[str] = []
+
+    def dies(message: Mapping[str, object]) -> dict[str, object]:
+        if message["call"] == "update_weights":
+            calls.append("dies")
+            time.sleep(0.5)
+            raise ConnectError("gone")
+        return dying.handle(message)
+
+    def is_lost(message: Mapping[str, object]) -> dict[str, object]:
+        if message["call"] == "update_weights":
+            calls.append("is lost")
+            if calls.count("is lost") == 1:
+                raise SourceLostError("no other host has chunk 3")
+        return orphan.handle(message)
+
+    with ws.connect(
+        nn.Linear(4, 4), to=[dies, is_lost, third], on_failure="drop", timeout_s=TIMEOUT_S
+    ) as sender:
+        report = sender.send_weights()
+    assert list(report.dropped) == [dies.__qualname__]
+    assert [r.version for r in (orphan, third)] == [1, 1]
+    assert calls.count("is lost") == 2
+
+
+def test_where_all_lost_their_source_they_are_named() -> None:
+    def is_lost(message: Mapping[str, object]) -> dict[str, object]:
+        if message["call"] == "update_weights":
+            raise SourceLostError("no other host has chunk 3")
+        return receiver.handle(message)
+
+    receiver = ws.WeightReceiver(nn.Linear(4, 4))
+    with (
+        ws.connect(nn.Linear(4, 4), to=is_lost, timeout_s=TIMEOUT_S) as sender,
+        pytest.raises(SourceLostError, match="no other host has chunk 3"),
+    ):
+        sender.send_weights()

@@ -401,6 +401,13 @@ class TrainerWeightTransferEngine(ABC):
         """Return the readers that caused an error of a transfer. Called on rank 0 only."""
         return []
 
+    def goes_on_without(self, reader: int) -> bool:
+        """Whether the others can receive the rest of an update after this reader has failed.
+
+        Else it is sent a second time without that reader. Called on rank 0 only.
+        """
+        return False
+
     @property
     def late_readers(self) -> list[int]:
         """The readers that made the last transfer time out. Read on rank 0 only."""

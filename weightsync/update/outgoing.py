@@ -18,6 +18,7 @@ from weightsync.errors import (
     DeltaError,
     ProtocolError,
     RemoteError,
+    SourceLostError,
     TransferCancelled,
     TransferError,
     TransferTimeout,
@@ -107,6 +108,7 @@ class UpdateTransaction:
         self._servers: list[FleetServer] = []
         self._described: set[Member] = set()
         self._first_failed: Member | None = None
+        self._sourceless = False
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
         """Add the replies of members that failed here and received the same version afterwards."""
@@ -504,6 +506,8 @@ class UpdateTransaction:
             return
         if self.refused_delta:
             raise_first(answers)  # the whole model is sent to all of them
+        if self._sourceless:
+            raise_first([a for a in failed if not isinstance(a.error, SourceLostError)])
         dropped = self._drop_servers()
         prepared = [a for a in answers if a.member not in self.failed]
         if dropped and prepared:
@@ -525,6 +529,8 @@ class UpdateTransaction:
             if future.done():
                 answer = future.result()
                 if answer.error is not None:
+                    if self._goes_on_without(member, answer.error):
+                        continue
                     self._first_failed = member
                     raise answer.error
                 engines = self._group.worker.engines
@@ -535,6 +541,19 @@ class UpdateTransaction:
                     )
                     raise self.failed[member]
 
+    def _goes_on_without(self, member: Member, error: WeightSyncError) -> bool:
+        """Whether an update continues after this failure of a member.
+
+        One that lost its source is not to blame: the one that served it fails, too, perhaps later.
+        """
+        if isinstance(error, SourceLostError):
+            return True
+        engine = self._group.worker.engines.get(member.backend)
+        if member.rank or engine is None or not engine.goes_on_without(member.reader):
+            return False
+        gone = self._fleet.with_workers([*self.failed, member])
+        return self._fleet.drops and not set(gone).issuperset(self._members)
+
     def _note(self, answers: list[MemberReply]) -> None:
         for answer in answers:
             if answer.error is None:
@@ -542,6 +561,11 @@ class UpdateTransaction:
             else:
                 self.failed[answer.member] = answer.error
                 self.replies.pop(answer.member, None)
+        lost = [m for m, error in self.failed.items() if isinstance(error, SourceLostError)]
+        if len(lost) < len(self.failed):
+            for member in lost:
+                del self.failed[member]
+            self._sourceless = bool(lost)
 
 
 def _clipped(text: str) -> str:

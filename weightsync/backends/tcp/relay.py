@@ -19,6 +19,7 @@ from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.errors import (
     ConnectError,
     ProtocolError,
+    SourceLostError,
     TransferError,
     TransferTimeout,
     WeightSyncError,
@@ -257,7 +258,7 @@ class HostRelay:
         is_kept = self._connection is not None
         while chunk < len(update.sizes):
             if not sources:
-                raise TransferError(
+                raise SourceLostError(
                     f"no host has chunk {chunk + 1} of this update: {'; '.join(problems)}"
                 )
             try:

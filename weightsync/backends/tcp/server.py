@@ -153,7 +153,11 @@ class ChunkServer:
         asked_at = beat_at = time.monotonic()
         while not self._closed:
             cursor = self._window.attach(
-                place, request.epoch, request.first, is_next=request.is_next
+                place,
+                request.epoch,
+                request.first,
+                is_next=request.is_next,
+                stop=connection.close,
             )
             if cursor is not None:
                 return cursor

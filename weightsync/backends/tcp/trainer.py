@@ -249,6 +249,10 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         if not self._hosts:
             self._close_server()
 
+    def goes_on_without(self, reader: int) -> bool:
+        """Whether this reader fed its host: other hosts read from another one then."""
+        return any(host.peer.place == reader for host in self._hosts)
+
     def liveness_counter(self, reader: int) -> int | None:
         """Return a value that grows while a reader works, as the member of its host shows it."""
         host = next((h for h in self._hosts if reader in h.on_ring), None)

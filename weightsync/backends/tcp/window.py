@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightsync.backends.tcp.connection import FrameKind
+from weightsync.backends.tcp.connection import FrameKind, nothing
 
 Read = Callable[[int], memoryview]
 """Returns the bytes of a chunk."""
@@ -17,11 +17,16 @@ NO_BYTES = memoryview(b"")
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """One host that reads: `place` says which, `at` is the chunk that it gets next."""
+    """One host that reads: `place` says which, `at` is the chunk that it gets next.
+
+    `stop` ends a send to it from any thread.
+    """
 
     place: int
     epoch: int
     at: int
+    stop: Callable[[], None]
+    is_sending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +72,13 @@ class ChunkWindow:
     def begin(
         self, epoch: int, chunks: int, followers: Sequence[int], again: Read | None = None
     ) -> None:
-        """Begin an update. Hosts that still read an older one lose it."""
+        """Begin an update. Hosts that still read an older one lose it.
+
+        Nothing is sent any more from the memory of that one when this returns.
+        """
         with self._changed:
+            self._end_sends()
             self._reset(epoch, chunks, list(followers), again)
-            self._cursors = {cursor for cursor in self._cursors if cursor.epoch >= epoch}
             self._changed.notify_all()
 
     def make_room(self, chunk: int, check: Callable[[], None]) -> None:
@@ -123,7 +131,17 @@ class ChunkWindow:
         with self._changed:
             self._data.clear()
             self._again = None
+            self._end_sends()
             self._changed.notify_all()
+
+    def _end_sends(self) -> None:
+        """Stop what is being sent, and wait until nothing is; drop all hosts that read."""
+        cursors, self._cursors = self._cursors, set()
+        for cursor in cursors:
+            if cursor.is_sending:
+                cursor.stop()
+        while any(cursor.is_sending for cursor in cursors):
+            self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
         """End all waits."""
@@ -140,7 +158,15 @@ class ChunkWindow:
 
     # Threads that serve
 
-    def attach(self, place: int, epoch: int, first: int, *, is_next: bool) -> Cursor | None:
+    def attach(
+        self,
+        place: int,
+        epoch: int,
+        first: int,
+        *,
+        is_next: bool,
+        stop: Callable[[], None] = nothing,
+    ) -> Cursor | None:
         """Return a cursor of the host at `place`, None until the update that it asks for is here.
 
         With `is_next` that is the first update after `epoch` that follows this host with `place`.
@@ -150,7 +176,7 @@ class ChunkWindow:
             if not (comes if is_next else self.epoch >= epoch):
                 self._changed.wait(_LOOK_S)
                 return None
-            cursor = Cursor(place, self.epoch if is_next else epoch, first)
+            cursor = Cursor(place, self.epoch if is_next else epoch, first, stop)
             if cursor.epoch == self.epoch:
                 self._cursors.add(cursor)
                 if place in self._followers:
@@ -170,6 +196,8 @@ class ChunkWindow:
         """
         with self._changed:
             self._cursors.discard(cursor)
+            cursor.is_sending = False
+            self._changed.notify_all()
             if any(other.place == cursor.place for other in self._cursors):
                 return  # it has connected again
             if cursor.epoch == self.epoch and cursor.place in self._followers:
@@ -178,7 +206,6 @@ class ChunkWindow:
                 else:
                     self._followers.remove(cursor.place)
                     self._hold_until = time.monotonic() + self._hold_s
-            self._changed.notify_all()
 
     def next(self, cursor: Cursor) -> Offer | None:
         """Return what this host gets next; None after a short wait without anything."""
@@ -195,6 +222,7 @@ class ChunkWindow:
             if data is None and again is None:
                 return Offer(FrameKind.GONE)
             fingerprints = self._fingerprints[at]
+            cursor.is_sending = True
         if data is None and again is not None:
             data = again(at)
         return Offer(FrameKind.CHUNK, at, self._chunks, fingerprints, data or NO_BYTES)
@@ -203,5 +231,6 @@ class ChunkWindow:
         """Note that this host has its chunk; return whether it was the last one."""
         with self._changed:
             cursor.at += 1
+            cursor.is_sending = False
             self._changed.notify_all()
             return cursor.at >= self._chunks
