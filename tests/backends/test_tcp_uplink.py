@@ -96,7 +96,10 @@ def test_the_chunks_of_a_module() -> None:
 
 
 def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, bytes], ...]:
-    """Send an update, and return the chunks that were offered, and those read again."""
+    """Send an update, and return the chunks that were offered, and those read again.
+
+    Without the zeros at their end, which are not sent.
+    """
     options = TransferOptions(packed=True, bucket_nbytes=bucket_nbytes, num_buckets=3)
     kept: dict[int, bytes] = {}
 
@@ -113,7 +116,7 @@ def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, by
         uplink.finish(lambda: None)
         read = window._again
         assert read is not None
-        again = {chunk: bytes(read(chunk)) for chunk in kept}
+        again = {chunk: bytes(read(chunk)).rstrip(b"\0") for chunk in kept}
         uplink.stop()
         engine.end()
     return kept, again

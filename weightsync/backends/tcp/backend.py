@@ -18,7 +18,7 @@ from weightsync.weights.source import WeightSource
 
 TCP_COST = 5.0
 BUCKET_NBYTES = 2 << 20
-BUCKETS = 16
+_RING_NBYTES, _FEWEST_BUCKETS = 32 << 20, 4
 
 
 class TcpBackend(Backend):
@@ -34,11 +34,13 @@ class TcpBackend(Backend):
 
     def adjust(self, options: TransferOptions) -> TransferOptions:
         """Set `packed`, and the same buckets for every ring of the sender: one table fits all."""
+        bucket_nbytes = options.bucket_nbytes or BUCKET_NBYTES
+        fitting = max(_RING_NBYTES // max(bucket_nbytes, BUCKET_NBYTES), _FEWEST_BUCKETS)
         return replace(
             options,
             packed=True,
-            bucket_nbytes=options.bucket_nbytes or BUCKET_NBYTES,
-            num_buckets=options.num_buckets or BUCKETS,
+            bucket_nbytes=bucket_nbytes,
+            num_buckets=options.num_buckets or fitting,
         )
 
     def trainer_engine(
