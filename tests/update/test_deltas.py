@@ -12,8 +12,10 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.ipc import backend as ipc
+from weightsync.tensors import as_bytes
 from weightsync.update import deltas
-from weightsync.weights import delta_coding, lines, shard_lines
+from weightsync.weights import delta, delta_coding, lines, shard_lines
+from weightsync.weights.delta import ChangeLog, DeltaSource
 from weightsync.weights.layout import StreamLayout
 
 Call = Callable[[Mapping[str, object]], dict[str, object]]
@@ -569,3 +571,60 @@ def test_bad_choices_are_refused() -> None:
     for given in ({"delta": "yes"}, {"scrub": 2}, {"scrub": "all"}, {"delta": True}):
         with pytest.raises(ws.ConfigError):
             ws.connect(Model(), to=receiver, **given)
+
+
+class TestCoded:
+    """Deltas coded by value, as for slow paths."""
+
+    def log(self, model: nn.Module) -> ChangeLog:
+        source = ws.ModuleSource(model)
+        log = ChangeLog(StreamLayout(source.manifest), keeps=True)
+        log.record("base", source.tensors())
+        return log
+
+    def delta(self, log: ChangeLog, model: nn.Module, weights_id: str, base: str) -> DeltaSource:
+        count = lines.count_lines(log.layout)
+        return DeltaSource(log, ws.ModuleSource(model), weights_id, [base], count, by_value=True)
+
+    def test_one_that_is_cut_off_leaves_no_stale_copy(
+        self, loops: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(delta, "_BLOCK_LINES", 16)
+        monkeypatch.setattr(delta, "SECTION_VALUES", 16)
+        monkeypatch.setattr(delta, "_EARLY_NBYTES", 16)
+        model = Model(0)
+        log = self.log(model)
+        change(model, 1)
+        packets = self.delta(log, model, "cut off", "base").tensors()
+        next(packets)
+        packets.close()  # type: ignore[attr-defined]  # a generator
+        log.record("whole", ws.ModuleSource(model).tensors())
+        assert not log.knows("base")
+        change(model, 2)
+        made = list(self.delta(log, model, "next", "whole").tensors())
+        assert made
+        assert log._kept is not None
+        held = log._kept.memory.tensors
+        for tensor, flat in zip(model.state_dict().values(), held, strict=True):
+            assert torch.equal(as_bytes(tensor), flat)
+
+    def test_sparse_changes_before_dense_ones(self) -> None:
+        """A section takes whole blocks of lines, whatever the number of their values."""
+        model = nn.Module()
+        model.first = nn.Parameter(torch.zeros(70_000 * 32, dtype=torch.bfloat16))
+        model.then = nn.Parameter(torch.zeros(20_000 * 32, dtype=torch.bfloat16))
+        log = self.log(model)
+        with torch.no_grad():
+            model.first[::32] = 1
+            model.then.fill_(1)
+        packets = [t.clone() for _, t in self.delta(log, model, "next", "base").tensors()]
+        coded = b"".join(
+            bytes(p[64 : 64 + int(p[8:16].view(torch.int64))].numpy()) for p in packets[:-1]
+        )
+        values = 0
+        while coded:
+            size = delta_coding.section_nbytes(coded)
+            assert size is not None
+            values += len(delta_coding.decode(coded[:size], 32 * 90_000).positions)
+            coded = coded[size:]
+        assert values == 70_000 + 20_000 * 32

@@ -17,6 +17,7 @@ from weightsync.arguments import as_label
 from weightsync.errors import (
     ConfigError,
     DeltaError,
+    SourceLostError,
     StaleVersionError,
     WeightSyncError,
 )
@@ -243,7 +244,10 @@ class Coordinator:
                 )
                 if whole_helps:
                     self.deltas.failed(exc)
-                if (reconnected or ahead or whole_helps) and tries < _TRIES:
+                lost = update.failed and all(
+                    isinstance(error, SourceLostError) for error in update.failed.values()
+                )
+                if (reconnected or ahead or whole_helps or lost) and tries < _TRIES:
                     tries += 1
                     continue
                 without.update(update.failed)
@@ -305,14 +309,15 @@ class Coordinator:
     ) -> Mapping[Member, StepReply]:
         """Roll one receiver forward by itself, because the others cannot roll back.
 
-        Where members are dropped, only a receiver that was restarted meanwhile is rolled forward.
+        Where members are dropped, only a receiver that was restarted meanwhile is rolled forward,
+        or one whose source was lost.
         Raises `failure` for any other.
         """
         finished = self.membership.retry_pending([member])
         if finished:
             return finished
         reconnected = self.membership.reconnect({member: failure}, [member])
-        reconnected = reconnected or isinstance(failure, WorldSizeChangedError)
+        reconnected = reconnected or isinstance(failure, WorldSizeChangedError | SourceLostError)
         if self.fleet.may_drop([member]) and not reconnected:
             raise failure
         abort_prepared(self.fleet, member)

@@ -244,8 +244,8 @@ class ChangeLog:
         if self._scan is not scan or self._table is None:
             return
         self._scan = None
-        if scan.is_first and not complete:
-            self.forget()
+        if not complete and (scan.is_first or self._keeps):
+            self.forget()  # the copy may lack what the table has seen
         elif scan.is_first:
             self._versions.append(_Version(scan.weights_id, self._table.total, None))
         else:
@@ -470,21 +470,29 @@ class _CodedPackets:
 
     def __init__(self, sections: Generator[bytes, None, None]) -> None:
         self.nbytes = 0
-        self.done = False
         self._sections = sections
         self._waiting = bytearray()
         self._early = _EARLY_PACKETS
+        self._is_over = False
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is written; may make another section."""
+        return not self._waiting and not self._make()
+
+    def _make(self) -> bool:
+        """Make one more section, if there is one."""
+        section = None if self._is_over else next(self._sections, None)
+        self._is_over = section is None
+        self._waiting += section or b""
+        return not self._is_over
 
     def write(self, target: torch.Tensor) -> None:
         """Fill `uint8[nbytes]` with a header, coded bytes, and zeros."""
         room = target.numel() - _HEADER_NBYTES
         wanted = min(_EARLY_NBYTES, room) if self._early else room
-        while len(self._waiting) < wanted and not self.done:
-            section = next(self._sections, None)
-            if section is None:
-                self.done = True
-            else:
-                self._waiting += section
+        while len(self._waiting) < wanted and self._make():
+            pass
         self._early -= self._early > 0
         taken = min(len(self._waiting), room)
         into, end = target.numpy(), _HEADER_NBYTES + taken
@@ -494,7 +502,6 @@ class _CodedPackets:
         into[end:] = 0
         del self._waiting[:taken]
         self.nbytes += taken
-        self.done = self.done and not self._waiting
 
     def close(self) -> None:
         """End the scan."""

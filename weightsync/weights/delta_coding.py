@@ -28,7 +28,8 @@ LEVEL = 1
 """Level of zstd: 19 saves 1 % of the bytes, and takes twenty times as long (docs/deltas.md)."""
 SECTION_VALUES = 1 << 16
 """About how many changed values a section has."""
-_MOST_VALUES = 2 * SECTION_VALUES
+_MOST_VALUES = 4 * SECTION_VALUES
+"""A section is complete when it has SECTION_VALUES; the last lines may bring twice as many more."""
 _MOST_NBYTES = 1 << 28
 _ESCAPE = _CONTINUED = 255
 _HEAD = struct.Struct("<12Q")

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from weightsync.backends.tcp.connection import Check, Connection, Frame, FrameKind
+from weightsync.backends.tcp.window import NO_BYTES
 from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
 
 _PLACE = struct.Struct("<QQ")
 _MOST_METADATA = 1 << 24
 _SPIN_S, _SLEEP_S = 0.05, 0.0002
-_LIMIT_S = 30.0
-"""How long one chunk may take: NIXL over TCP does not notice a peer that stands still."""
+_WAITING_S = 0.25
 
 
 class NixlCarrier:
@@ -77,10 +77,14 @@ class NixlCarrier:
         if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in self._memory):
             self._lend(connection, frame, fingerprints, address)
             return
-        with self._spare:  # read again from the source
+        while not self._spare.acquire(timeout=_WAITING_S):  # another host reads from it
+            connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
+        try:  # read again from the source
             spare = self._memory[-1]
             spare.numpy().data[: len(data)] = data
             self._lend(connection, frame, fingerprints, spare.data_ptr())
+        finally:
+            self._spare.release()
 
     def _lend(
         self, connection: Connection, frame: Frame, fingerprints: Sequence[int], address: int
@@ -102,27 +106,30 @@ class NixlCarrier:
         if nbytes != len(into):
             raise ProtocolError(f"{nbytes} bytes are offered, where {len(into)} come next")
         if nbytes:
-            self._read(into, address, self._peers[connection], check)
+            self._read(connection, into, address, check)
+        if not connection.is_open:  # the other host may have used the memory for something else
+            raise TransferError("the connection was closed while a chunk was read")
         connection.took()
 
-    def _read(self, into: memoryview, address: int, peer: str, check: Check) -> None:
-        agent, nbytes = self._agent, len(into)
+    def _read(self, connection: Connection, into: memoryview, address: int, check: Check) -> None:
+        agent, peer, nbytes = self._agent, self._peers[connection], len(into)
         with self._lock, _errors("starting to read"):
             local = agent.get_xfer_descs([(_address_of(into), nbytes, 0)], mem_type="DRAM")
             remote = agent.get_xfer_descs([(address, nbytes, 0)], mem_type="DRAM")
             handle = agent.initialize_xfer("READ", local, remote, peer)
             state = agent.transfer(handle)
         try:
-            self._wait(handle, state, check)
+            self._wait(connection, handle, state, check)
         finally:
             with self._lock, suppress(Exception):  # it failed before
                 agent.release_xfer_handle(handle)
 
-    def _wait(self, handle: Any, state: str, check: Check) -> None:
+    def _wait(self, connection: Connection, handle: Any, state: str, check: Check) -> None:
         begun = time.monotonic()
         while state == "PROC":
-            if time.monotonic() - begun > _LIMIT_S:
-                raise TransferError(f"a read did not end within {_LIMIT_S:g} s")
+            # Over TCP NIXL does not notice a process that stands still.
+            if time.monotonic() - begun > connection.patience_s or not connection.is_open:
+                raise TransferError(f"a read did not end within {connection.patience_s:g} s")
             _pause(begun)
             check()
             with self._lock, _errors("reading"):

@@ -158,6 +158,16 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
     @property
+    def patience_s(self) -> float:
+        """How long the other end may show no sign of life."""
+        return self._patience_s
+
+    @property
+    def heard_at(self) -> float:
+        """When the other end showed its last sign of life."""
+        return self._heard_at
+
+    @property
     def is_open(self) -> bool:
         """Whether the peer has not closed the connection, as far as is known; never blocks."""
         try:

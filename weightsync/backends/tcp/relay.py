@@ -45,7 +45,7 @@ def patience_of(timeout_s: float) -> float:
 
 def hold_of(patience_s: float) -> float:
     """Return how long a window waits for the nearest follower, which may try others before."""
-    return 2 * patience_s
+    return 3 * patience_s
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +151,9 @@ class HostRelay:
         """Raise the update's error, or TransferTimeout after `timeout_s` without progress."""
         if update.error is not None:
             raise update.error
-        silent = time.monotonic() - self._progress
+        connection = self._connection
+        heard_at = self._progress if connection is None else connection.heard_at
+        silent = time.monotonic() - max(self._progress, heard_at)
         if silent > self._timeout_s and not update.done.is_set():
             raise TransferTimeout(
                 f"no chunk came from {_named(self._peer)} for {silent:.3g} s; the update is aborted"

@@ -157,7 +157,7 @@ class ChunkServer:
                 request.epoch,
                 request.first,
                 is_next=request.is_next,
-                stop=connection.close,
+                stop=connection.cut,
             )
             if cursor is not None:
                 return cursor
@@ -202,6 +202,9 @@ class ChunkServer:
                     connection.send_frame(frame, (), NO_BYTES)
                 if offer.kind is not FrameKind.CHUNK or self._window.sent(cursor):
                     break
+        except BaseException:
+            connection.cut()  # before its memory is used again: the other host must notice
+            raise
         finally:
             self._window.detach(cursor)
         return None

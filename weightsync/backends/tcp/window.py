@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weightsync.backends.tcp.connection import FrameKind, nothing
+from weightsync.errors import TransferTimeout
 
 Read = Callable[[int], memoryview]
 """Returns the bytes of a chunk."""
 _LOOK_S = 0.2
+_MOST_S = 30.0
 NO_BYTES = memoryview(b"")
 
 
@@ -140,7 +142,10 @@ class ChunkWindow:
         for cursor in cursors:
             if cursor.is_sending:
                 cursor.stop()
+        until = time.monotonic() + _MOST_S
         while any(cursor.is_sending for cursor in cursors):
+            if time.monotonic() > until:
+                raise TransferTimeout("a chunk of the last update is still being read")
             self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
