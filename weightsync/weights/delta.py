@@ -69,11 +69,12 @@ _END_MAGIC = 0x7773_656E_6421_0001
 _SLACK = 1.15
 """Room for more lines than the estimate, which has looked at one in 512."""
 _CODED_MAGIC = 0x7773_6C69_6E65_0002
-_CODED_NBYTES = (1 << 20) + LINE
-"""Bytes of a packet of coded values: in a bucket of 2 MiB it is alone, and goes as soon as it is
+_CODED_NBYTES = (2 << 20) + LINE
+"""Bytes of a packet of coded values: in a bucket of 4 MiB it is alone, and goes as soon as it is
 written. The backend `tcp` does not send the zeros at its end."""
-_CODED_LINE_NBYTES = 24
-"""Room for a changed line, coded: a value takes a byte or two, and few of a line change."""
+_CODED_LINE_NBYTES, _LEAST_LINE_NBYTES = 40, 4
+"""Room for a changed line, coded: a byte or so for each value, of which all may have changed. Later
+deltas have room for twice as much as the last one took."""
 _EARLY_PACKETS, _EARLY_NBYTES = 12, 96 << 10
 """Packets that go before they are full, so that the path is busy while the rest is coded."""
 
@@ -117,6 +118,7 @@ class ChangeLog:
         self._sample = LineSample(layout)
         self._keeps = keeps
         self._kept: LineMemory | None = None
+        self.coded_line_nbytes = _CODED_LINE_NBYTES
 
     @property
     def nbytes(self) -> int:
@@ -360,7 +362,7 @@ class DeltaSource:
         self._coded_nbytes = 0
         shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
         if self._is_coded:
-            most = room * _CODED_LINE_NBYTES
+            most = room * log.coded_line_nbytes
             self._packets = _EARLY_PACKETS + -(-most // (_CODED_NBYTES - _HEADER_NBYTES))
             shapes = [_CODED_NBYTES] * self._packets
         # The last one is alone in its bucket, too.
@@ -402,9 +404,12 @@ class DeltaSource:
             self._coded_nbytes = coded.nbytes
             if not coded.done:
                 coded.close()
+                self._log.coded_line_nbytes = _CODED_LINE_NBYTES
                 raise DeltaError(
                     "the changes take more bytes coded than as they are; send them whole"
                 )
+            taken = -(-2 * coded.nbytes // max(self.written_lines, 1))
+            self._log.coded_line_nbytes = min(max(taken, _LEAST_LINE_NBYTES), _CODED_LINE_NBYTES)
             yield f"delta.{self._packets}", self._write_end
             return
         scan = self._log.scan(self._weights_id, pairs_of(self._source), self._also)

@@ -17,7 +17,7 @@ from weightsync.backends.base import (
 from weightsync.weights.source import WeightSource
 
 TCP_COST = 5.0
-BUCKET_NBYTES = 2 << 20
+BUCKET_NBYTES = 4 << 20
 _RING_NBYTES, _FEWEST_BUCKETS = 32 << 20, 4
 
 
