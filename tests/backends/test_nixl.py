@@ -50,8 +50,8 @@ class Pair:
 
     def head(self) -> Frame:
         """Ask for the chunk, and return its head."""
-        self.connection.ask(Request(1, 0, is_next=False))
-        self.reading.meet(self.connection, nothing)
+        self.connection.send_request(Request(1, 0, is_next=False))
+        self.reading.receive_metadata(self.connection, nothing)
         return self.connection.next_frame(nothing)
 
 
@@ -67,7 +67,7 @@ def test_a_chunk_of_the_ring_and_one_from_elsewhere(pair: Pair) -> None:
     pair.window.offer(0, pair.sent[1].numpy().data, [7])
     pair.window.offer(1, elsewhere.numpy().data, [])
     frame = pair.head()
-    assert pair.connection.fingerprints(frame, nothing) == [7]
+    assert pair.connection.read_fingerprints(frame, nothing) == [7]
     pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data, nothing)
     assert torch.equal(pair.into[0], pair.sent[1])
     frame = pair.connection.next_frame(nothing)
@@ -118,9 +118,9 @@ def test_metadata_of_something_else_is_an_error(
         connection.send_frame(frame, (), memoryview(metadata))
 
     monkeypatch.setattr(pair.serving, "welcome", welcome)
-    pair.connection.ask(Request(1, 0, is_next=False))
+    pair.connection.send_request(Request(1, 0, is_next=False))
     with pytest.raises(TransferError, match="connecting to another host failed"):
-        pair.reading.meet(pair.connection, nothing)
+        pair.reading.receive_metadata(pair.connection, nothing)
 
 
 def facts(**changes: Any) -> Endpoint:

@@ -69,10 +69,10 @@ def connected(
 
 def read_chunk(connection: Connection) -> tuple[Frame, list[int], bytes]:
     while (frame := connection.next_frame(nothing)).kind is FrameKind.WAITING:
-        connection.beat()
+        connection.send_heartbeat()
     into = bytearray(frame.nbytes)
-    fingerprints = connection.fingerprints(frame, nothing)
-    connection.data(memoryview(into), nothing)
+    fingerprints = connection.read_fingerprints(frame, nothing)
+    connection.read_data(memoryview(into), nothing)
     return frame, fingerprints, bytes(into)
 
 
@@ -88,7 +88,7 @@ def check_serves(server: ChunkServer, window: ChunkWindow, epoch: int = 1) -> No
     window.begin(epoch, 1, [0])
     window.offer(0, BYTES, [3, 4])
     with connected(server) as reader:
-        reader.ask(Request(epoch, 0, is_next=False))
+        reader.send_request(Request(epoch, 0, is_next=False))
         frame, fingerprints, data = read_chunk(reader)
     assert (frame.epoch, frame.chunk, frame.chunks) == (epoch, 0, 1)
     assert (fingerprints, data) == ([3, 4], bytes(BYTES))
@@ -100,7 +100,7 @@ def test_a_chunk_arrives(address: str) -> None:
         window.begin(1, 1, [0])
         window.offer(0, BYTES, [1])
         with connected(server, address) as reader:
-            reader.ask(Request(1, 0, is_next=False))
+            reader.send_request(Request(1, 0, is_next=False))
             assert read_chunk(reader)[2] == bytes(BYTES)
 
 
@@ -288,12 +288,12 @@ def test_a_host_that_never_reads_is_lost_only_when_it_is_silent() -> None:
     with serving(patience_s=1.0) as (server, window), connected(server) as reader:
         window.begin(1, 1, [0])
         window.offer(0, large, [])
-        reader.ask(Request(1, 0, is_next=False))
+        reader.send_request(Request(1, 0, is_next=False))
         until = time.monotonic() + 4.0
 
         def beats() -> None:
             if time.monotonic() < until:
-                reader.beat()
+                reader.send_heartbeat()
                 assert window._cursors or time.monotonic() < until - 3.5
 
         window.complete(beats)
@@ -306,11 +306,11 @@ def test_beats_of_a_long_update_are_not_kept() -> None:
     server, reader = Connection(theirs, WAIT_S), Connection(ours, WAIT_S)
     try:
         for _ in range(6_000):
-            reader.beat()
+            reader.send_heartbeat()
             server._hear()
         assert len(server._unread) < 1000
-        reader.ask(Request(7, 3, is_next=True))
-        wait_until(lambda: server.request() == Request(7, 3, is_next=True))
+        reader.send_request(Request(7, 3, is_next=True))
+        wait_until(lambda: server.poll_request() == Request(7, 3, is_next=True))
     finally:
         server.close()
         reader.close()
@@ -320,9 +320,9 @@ def test_a_request_that_comes_early_is_answered() -> None:
     """The host had all there was of an update without chunks, before it was over here."""
     with serving() as (server, window), connected(server) as reader:
         window.begin(1, 0, [0])
-        reader.ask(Request(1, 0, is_next=False))
+        reader.send_request(Request(1, 0, is_next=False))
         wait_until(lambda: bool(window._cursors))
-        reader.ask(Request(1, 0, is_next=True))
+        reader.send_request(Request(1, 0, is_next=True))
         wait_until(lambda: not window._cursors)
         window.begin(2, 1, [0])
         window.offer(0, BYTES, [])
@@ -333,7 +333,7 @@ def test_a_request_that_comes_early_is_answered() -> None:
 def test_an_update_that_does_not_begin_is_told_before_the_windows_elsewhere_give_up() -> None:
     with serving() as (server, _), connected(server) as reader:
         began = time.monotonic()
-        reader.ask(Request(5, 0, is_next=False))
+        reader.send_request(Request(5, 0, is_next=False))
         frame, _, _ = read_chunk(reader)
         assert (frame.kind, frame.epoch) == (FrameKind.GONE, 5)
         assert time.monotonic() - began > PATIENCE_S / 4
@@ -351,14 +351,14 @@ def test_a_peer_that_falls_silent_is_lost() -> None:
 def test_signs_of_life_arrive_by_place() -> None:
     with serving() as (server, _):
         with connected(server, place=4) as one, connected(server, place=5) as other:
-            one.show([1, 2])
-            other.show(list(range(64)))
-            wait_until(lambda: server.signs(4) == [1, 2])
-            wait_until(lambda: server.signs(5) == list(range(64)))
-            one.show([3, 2])
-            wait_until(lambda: server.signs(4) == [3, 2])
-        assert server.signs(6) == []
-        wait_until(lambda: server.signs(4) == [])
+            one.send_liveness([1, 2])
+            other.send_liveness(list(range(64)))
+            wait_until(lambda: server.liveness(4) == [1, 2])
+            wait_until(lambda: server.liveness(5) == list(range(64)))
+            one.send_liveness([3, 2])
+            wait_until(lambda: server.liveness(4) == [3, 2])
+        assert server.liveness(6) == []
+        wait_until(lambda: server.liveness(4) == [])
 
 
 def descriptors() -> int:
@@ -371,7 +371,7 @@ def test_a_close_ends_all_threads_and_descriptors() -> None:
         hosts = [Connection.open("127.0.0.1", server.port, SECRET, i, WAIT_S) for i in range(5)]
         window.begin(1, 2, [0])
         for host in hosts[:3]:
-            host.ask(Request(1, 0, is_next=False))
+            host.send_request(Request(1, 0, is_next=False))
     for host in hosts:
         with pytest.raises(TransferError):
             read_chunk(host)

@@ -86,10 +86,10 @@ def read_chunk(send: Send, address: str, port: str, secret: str) -> None:
     """Read a chunk that the doctor serves, and send back what arrived."""
     connection = Connection.open(address, int(port), bytes.fromhex(secret), 0, TCP_S)
     try:
-        connection.ask(Request(1, 0, is_next=False))
+        connection.send_request(Request(1, 0, is_next=False))
         frame = connection.next_frame(nothing)
         received = bytearray(frame.nbytes)
-        connection.data(memoryview(received), nothing)
+        connection.read_data(memoryview(received), nothing)
     finally:
         connection.close()
     send(bytes(received))

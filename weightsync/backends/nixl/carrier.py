@@ -51,20 +51,20 @@ class NixlCarrier:
         with self._lock, _errors("registering memory", BackendUnavailableError):
             self._registered = self._agent.register_memory(self._memory)
 
-    def welcome(self, connection: Connection) -> None:
+    def send_metadata(self, connection: Connection) -> None:
         """Send the agent's metadata."""
         with self._lock, _errors("describing this process"):
             metadata = self._agent.get_agent_metadata()
         frame = Frame(FrameKind.DESCRIBES, nbytes=len(metadata))
         connection.send_frame(frame, (), memoryview(metadata))
 
-    def meet(self, connection: Connection, check: Check) -> None:
+    def receive_metadata(self, connection: Connection, check: Check) -> None:
         """Read the metadata of the other agent."""
         frame = connection.next_frame(check)
         if frame.kind is not FrameKind.DESCRIBES or frame.nbytes > _MOST_METADATA:
             raise ProtocolError(f"it sends {frame}, where metadata of NIXL comes first")
         metadata = bytearray(frame.nbytes)
-        connection.data(memoryview(metadata), check)
+        connection.read_data(memoryview(metadata), check)
         with self._lock, _errors("connecting to another host"):
             name = self._agent.add_remote_agent(bytes(metadata))
         self._peers[connection] = name.decode() if isinstance(name, bytes) else str(name)
@@ -92,7 +92,7 @@ class NixlCarrier:
         place = _PLACE.pack(address, frame.nbytes)
         connection.send_frame(frame, fingerprints, memoryview(place))
         begun = time.monotonic()
-        while not connection.is_taken():
+        while not connection.take_ack():
             if self._closed:
                 raise TransferError("this host does not serve any more")
             # Over TCP the other host's read advances in here.
@@ -109,7 +109,7 @@ class NixlCarrier:
             self._read(connection, into, address, check)
         if not connection.is_open:  # the other host may have used the memory for something else
             raise TransferError("the connection was closed while a chunk was read")
-        connection.took()
+        connection.send_ack()
 
     def _read(self, connection: Connection, into: memoryview, address: int, check: Check) -> None:
         agent, peer, nbytes = self._agent, self._peers[connection], len(into)
@@ -140,7 +140,7 @@ class NixlCarrier:
     def skip(self, connection: Connection, frame: Frame, check: Check) -> None:
         """Do not fetch a chunk."""
         self._place_of(connection, check)
-        connection.took()
+        connection.send_ack()
 
     def leave(self, connection: Connection) -> None:
         """Disconnect from the other agent, which ends reads that are in progress."""
@@ -164,7 +164,7 @@ class NixlCarrier:
 
     def _place_of(self, connection: Connection, check: Check) -> tuple[int, int]:
         place = bytearray(_PLACE.size)
-        connection.data(memoryview(place), check)
+        connection.read_data(memoryview(place), check)
         address, nbytes = _PLACE.unpack(place)
         return address, nbytes
 

@@ -20,11 +20,11 @@ class Carrier(Protocol):
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Prepare the memory of this process's ring, `uint8[nbytes]` each, for both directions."""
 
-    def welcome(self, connection: Connection) -> None:
+    def send_metadata(self, connection: Connection) -> None:
         """Tell a reading host what it needs, after its first request. For the serving side."""
 
-    def meet(self, connection: Connection, check: Check) -> None:
-        """Learn what `welcome` tells, after the first request. For the reading side."""
+    def receive_metadata(self, connection: Connection, check: Check) -> None:
+        """Learn what `send_metadata` tells, after the first request. For the reading side."""
 
     def send(
         self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
@@ -50,10 +50,10 @@ class InStream:
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Nothing to do."""
 
-    def welcome(self, connection: Connection) -> None:
+    def send_metadata(self, connection: Connection) -> None:
         """Nothing to tell."""
 
-    def meet(self, connection: Connection, check: Check) -> None:
+    def receive_metadata(self, connection: Connection, check: Check) -> None:
         """Nothing to learn."""
 
     def send(
@@ -64,7 +64,7 @@ class InStream:
 
     def receive(self, connection: Connection, frame: Frame, into: memoryview, check: Check) -> None:
         """Read the bytes that follow."""
-        connection.data(into, check)
+        connection.read_data(into, check)
 
     def skip(self, connection: Connection, frame: Frame, check: Check) -> None:
         """Read the bytes that follow, and drop them."""

@@ -28,9 +28,9 @@ _REQUEST = struct.Struct("<IIQQ")
 _REQUEST_MAGIC = 0x7773_7201
 _HELLO = struct.Struct("<I16sq")
 _HELLO_MAGIC = 0x7773_6801
-_BEAT, _WANTS, _WANTS_NEXT, _SIGNS, _TOOK = range(5)
+_HEARTBEAT, _GET, _GET_NEXT, _LIVENESS, _ACK = range(5)
 """Kinds of what a reading host sends."""
-_MOST_SIGNS = 4096
+_MAX_READERS = 4096
 _TICK_S = 0.2
 """How long a call of the kernel blocks at most; then the caller's check runs."""
 _CONNECT_S = 5.0
@@ -101,14 +101,14 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, patience_s: float) -> None:
-        self.signs: list[int] = []
-        """What the other end showed last, on the serving side."""
+        self.liveness: list[int] = []
+        """The counters of the other host's readers as it sent them last, on the serving side."""
         self._socket = sock
         self._patience_s = patience_s
         self._heard_at = time.monotonic()
         self._unread = b""
         self._asked: Request | None = None
-        self._taken = 0
+        self._acks = 0
         self._sends = threading.Lock()
         close_in_children(sock)
         tick = struct.pack("ll", 0, int(_TICK_S * 1e6))
@@ -177,7 +177,7 @@ class Connection:
         except OSError:
             return False
 
-    def hear_hello(self, secret: bytes, within_s: float) -> int | None:
+    def receive_hello(self, secret: bytes, within_s: float) -> int | None:
         """Welcome the host that connected and return its place; None unless it knows the secret."""
         hello = bytearray(_HELLO.size)
         deadline = time.monotonic() + within_s
@@ -190,19 +190,19 @@ class Connection:
 
     # The reading host
 
-    def ask(self, request: Request) -> None:
+    def send_request(self, request: Request) -> None:
         """Send a request."""
-        kind = _WANTS_NEXT if request.is_next else _WANTS
+        kind = _GET_NEXT if request.is_next else _GET
         self._send(_REQUEST.pack(_REQUEST_MAGIC, kind, request.epoch, request.first))
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Show that this process lives. Any thread may call it; never blocks, never raises."""
-        self._send_at_once(_REQUEST.pack(_REQUEST_MAGIC, _BEAT, 0, 0))
+        self._send_at_once(_REQUEST.pack(_REQUEST_MAGIC, _HEARTBEAT, 0, 0))
 
-    def show(self, signs: Sequence[int]) -> None:
-        """Send the signs of life of this host's readers, in order; as `beat`."""
-        head = _REQUEST.pack(_REQUEST_MAGIC, _SIGNS, len(signs), 0)
-        self._send_at_once(head + array("Q", signs).tobytes())
+    def send_liveness(self, counters: Sequence[int]) -> None:
+        """Send the liveness counters of this host's readers, in order; as `send_heartbeat`."""
+        head = _REQUEST.pack(_REQUEST_MAGIC, _LIVENESS, len(counters), 0)
+        self._send_at_once(head + array("Q", counters).tobytes())
 
     def _send_at_once(self, data: bytes) -> None:
         """Send a small message if there is room; one that is cut ends the connection."""
@@ -228,13 +228,13 @@ class Connection:
             raise ProtocolError(f"a chunk has {frame.num_fingerprints} fingerprints")
         return frame
 
-    def fingerprints(self, frame: Frame, check: Check) -> list[int]:
+    def read_fingerprints(self, frame: Frame, check: Check) -> list[int]:
         """Read the fingerprints of a frame."""
         found = array("Q", bytes(8 * frame.num_fingerprints))
         self._receive(memoryview(found).cast("B"), check)
         return found.tolist()
 
-    def data(self, into: memoryview, check: Check) -> None:
+    def read_data(self, into: memoryview, check: Check) -> None:
         """Read the bytes of a frame: as many as `into` has."""
         self._receive(into, check)
 
@@ -246,13 +246,13 @@ class Connection:
             self._receive(part, check)
             nbytes -= len(part)
 
-    def took(self) -> None:
+    def send_ack(self) -> None:
         """Say that a chunk was taken whose bytes did not come in this stream."""
-        self._send(_REQUEST.pack(_REQUEST_MAGIC, _TOOK, 0, 0))
+        self._send(_REQUEST.pack(_REQUEST_MAGIC, _ACK, 0, 0))
 
     # The serving host
 
-    def request(self, *, is_idle: bool = False) -> Request | None:
+    def poll_request(self, *, is_idle: bool = False) -> Request | None:
         """Return a request that has arrived, None without one; never blocks.
 
         Raises TransferError where the reading host is gone, or silent unless it `is_idle`.
@@ -268,18 +268,18 @@ class Connection:
             self._hear(is_idle=True, flags=0)
         return None
 
-    def is_taken(self) -> bool:
-        """Whether the reading host has said `took` once more; never blocks.
+    def take_ack(self) -> bool:
+        """Take an acknowledgement that has arrived; False without one. Never blocks.
 
-        Raises TransferError where it is gone or silent.
+        Raises TransferError where the reading host is gone or silent.
         """
-        if not self._taken:
+        if not self._acks:
             self._hear()
-        if not self._taken:
+        if not self._acks:
             if self._asked is not None:
                 raise ProtocolError("a host that takes a chunk asks for others")
             return False
-        self._taken -= 1
+        self._acks -= 1
         return True
 
     def send_frame(self, frame: Frame, fingerprints: Sequence[int], data: memoryview) -> None:
@@ -307,7 +307,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection. Called when no other thread reads or sends frames. Idempotent."""
         self.cut()
-        with self._sends:  # `beat` must not send to a descriptor that has been opened again
+        with self._sends:  # no heartbeat may go to a descriptor opened again
             self._socket.close()
 
     def _hear(self, *, is_idle: bool = False, flags: int = socket.MSG_DONTWAIT) -> None:
@@ -338,17 +338,21 @@ class Connection:
         """Take note of what was read, as far as it is complete."""
         while len(self._unread) >= _REQUEST.size:
             magic, kind, epoch, first = _REQUEST.unpack_from(self._unread)
-            if magic != _REQUEST_MAGIC or kind > _TOOK or (kind == _SIGNS and epoch > _MOST_SIGNS):
+            if (
+                magic != _REQUEST_MAGIC
+                or kind > _ACK
+                or (kind == _LIVENESS and epoch > _MAX_READERS)
+            ):
                 raise ProtocolError("the connection carries something else than requests")
-            end = _REQUEST.size + (8 * epoch if kind == _SIGNS else 0)
+            end = _REQUEST.size + (8 * epoch if kind == _LIVENESS else 0)
             if len(self._unread) < end:
                 return
-            if kind == _SIGNS:
-                self.signs = array("Q", self._unread[_REQUEST.size : end]).tolist()
+            if kind == _LIVENESS:
+                self.liveness = array("Q", self._unread[_REQUEST.size : end]).tolist()
             self._unread = self._unread[end:]
-            self._taken += kind == _TOOK
-            if kind in (_WANTS, _WANTS_NEXT):
-                self._asked = Request(epoch, first, kind == _WANTS_NEXT)
+            self._acks += kind == _ACK
+            if kind in (_GET, _GET_NEXT):
+                self._asked = Request(epoch, first, kind == _GET_NEXT)
 
     def _send(self, data: bytes) -> None:
         with self._sends:

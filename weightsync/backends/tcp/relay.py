@@ -203,9 +203,9 @@ class HostRelay:
     def _beat(self) -> None:
         connection = self._connection
         if connection is not None:
-            connection.beat()
+            connection.send_heartbeat()
         control = self._control
-        self._alive.show([control.liveness(reader) for reader in range(control.readers)])
+        self._alive.send_liveness([control.liveness(reader) for reader in range(control.readers)])
         lost = not self._alive.is_open
         if lost != control.sender_lost:
             control.sender_lost = int(lost)
@@ -301,7 +301,7 @@ class HostRelay:
             elif frame.epoch < update.epoch:
                 self._skip(connection, frame, check)  # of an update that was given up
                 if frame.kind is not FrameKind.CHUNK or frame.chunk + 1 == frame.chunks:
-                    connection.ask(Request(update.epoch, chunk, is_next=False))
+                    connection.send_request(Request(update.epoch, chunk, is_next=False))
             else:
                 break
 
@@ -310,7 +310,7 @@ class HostRelay:
             check()
 
         self._check_frame(frame, update, chunk)
-        fingerprints = connection.fingerprints(frame, check)
+        fingerprints = connection.read_fingerprints(frame, check)
         self.window.make_room(chunk, check_own)
         slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._timeout_s)
         data = self._buckets[slot][: frame.nbytes]
@@ -325,7 +325,7 @@ class HostRelay:
         return chunk + 1
 
     def _skip(self, connection: Connection, frame: Frame, check: Check) -> None:
-        connection.fingerprints(frame, check)
+        connection.read_fingerprints(frame, check)
         if frame.kind is FrameKind.CHUNK:
             self._carrier.skip(connection, frame, check)
 
@@ -359,13 +359,13 @@ class HostRelay:
         connection = self._open(source)
         self._connection, self._peer = connection, source
         self._ask(epoch, chunk, is_next=False)
-        self._carrier.meet(connection, check)
+        self._carrier.receive_metadata(connection, check)
 
     def _ask(self, epoch: int, chunk: int, *, is_next: bool) -> None:
         connection = self._connection
         try:
             if connection is not None:
-                connection.ask(Request(epoch, chunk, is_next))
+                connection.send_request(Request(epoch, chunk, is_next))
         except TransferError:
             self._leave_source()
             if not is_next:

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
 _BEAT_S = 0.25
-_MOST_STRANGERS = 256
+_MAX_UNAUTHENTICATED = 256
 """Connections that have not said the secret yet; the oldest makes room for another one."""
-_STRANGER = -1
+_UNAUTHENTICATED = -1
 _KNOWN_AFTER_S = 30.0
 """How long a host that asks for an update is kept waiting that has not begun here, at most."""
 
@@ -67,10 +67,12 @@ class ChunkServer:
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, name="weightsync-accept", daemon=True).start()
 
-    def signs(self, place: int) -> list[int]:
-        """Return the signs of life that the host of `place` showed last, by reader of its ring."""
+    def liveness(self, place: int) -> list[int]:
+        """Return the counters that the host of `place` sent last, by reader of its ring."""
         with self._lock:
-            found = [c.signs for c, at in self._connections.items() if at == place and c.signs]
+            found = [
+                c.liveness for c, at in self._connections.items() if at == place and c.liveness
+            ]
         return found[-1] if found else []
 
     def close(self) -> None:
@@ -106,10 +108,10 @@ class ChunkServer:
             if self._closed:
                 sock.close()
                 return
-            strangers = [c for c, place in self._connections.items() if place == _STRANGER]
-            if len(strangers) >= _MOST_STRANGERS:
+            strangers = [c for c, place in self._connections.items() if place == _UNAUTHENTICATED]
+            if len(strangers) >= _MAX_UNAUTHENTICATED:
                 strangers[0].cut()
-            self._connections[connection] = _STRANGER
+            self._connections[connection] = _UNAUTHENTICATED
         try:
             threading.Thread(
                 target=self._run, args=(connection,), name="weightsync-serve", daemon=True
@@ -124,7 +126,7 @@ class ChunkServer:
 
     def _run(self, connection: Connection) -> None:
         try:
-            place = connection.hear_hello(self._secret, _HELLO_S)
+            place = connection.receive_hello(self._secret, _HELLO_S)
             if place is not None:
                 with self._lock:
                     self._connections[connection] = place
@@ -137,14 +139,14 @@ class ChunkServer:
 
     def _serve(self, connection: Connection, place: int) -> None:
         request: Request | None = None
-        is_welcome = False
+        has_metadata = False
         while True:
             request = request or connection.wait_for_request(lambda: self._closed)
             if request is None:
                 return
-            if not is_welcome:
-                self._carrier.welcome(connection)
-                is_welcome = True
+            if not has_metadata:
+                self._carrier.send_metadata(connection)
+                has_metadata = True
             cursor = self._attach(connection, place, request)
             request = None if cursor is None else self._send_update(connection, cursor)
 
@@ -161,7 +163,7 @@ class ChunkServer:
             )
             if cursor is not None:
                 return cursor
-            newer = connection.request(is_idle=request.is_next)
+            newer = connection.poll_request(is_idle=request.is_next)
             if newer is not None:  # it does not wait for this any more
                 request, asked_at = newer, time.monotonic()
             now = time.monotonic()
@@ -181,7 +183,7 @@ class ChunkServer:
                 offer = None  # its memory is not kept during the wait
                 offer = self._window.next(cursor)
                 if offer is None:
-                    if (newer := connection.request()) is not None:
+                    if (newer := connection.poll_request()) is not None:
                         return newer
                     if time.monotonic() - beat_at > _BEAT_S:
                         beat_at = time.monotonic()

@@ -258,8 +258,8 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         host = next((h for h in self._hosts if reader in h.on_ring), None)
         if host is None or self._server is None:
             return None
-        signs, at = self._server.signs(host.peer.place), host.on_ring[reader]
-        return signs[at] if at < len(signs) else None
+        counters, at = self._server.liveness(host.peer.place), host.on_ring[reader]
+        return counters[at] if at < len(counters) else None
 
     def progress(self) -> TransferProgress:
         """Return the progress of the first host."""
