@@ -15,6 +15,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.e2e import models
+from weightsync.testing.held import Held
 from weightsync.update import deltas
 
 SCRUB = 0.02
@@ -110,6 +111,11 @@ def send(count: int) -> dict[str, Any]:
         "extra_nbytes": extra,
         "coded": coded,
     }
+
+
+def memory(_: object) -> int:
+    """Return the bytes in use, without those that allocators keep and those of libraries."""
+    return Held().rss_nbytes
 
 
 def end(_: object) -> None:

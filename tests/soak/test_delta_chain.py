@@ -35,13 +35,13 @@ def test_a_chain_of_deltas_drifts_nowhere_and_grows_nowhere(coding: str, size: S
         for _ in range(size.warm_up // TURN):
             first = host.run(chains.send, TURN)
         assert first["coded"] is (coding == "values")
-        rss = host.footprint()["rss"]
+        held = host.run(chains.memory)
         for _ in range(size.updates // TURN):
             sent = host.run(chains.send, TURN)
             assert not sent["differing"]
             assert not sent["whole"]
             assert sent["extra_nbytes"] <= first["extra_nbytes"]
-        grown = host.footprint()["rss"] / rss - 1
+        grown = host.run(chains.memory) / held - 1
         host.run(chains.end)
     print(f"{size.updates} deltas by {coding}: memory {100 * grown:+.2f} %")
     assert grown <= size.growth
