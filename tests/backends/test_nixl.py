@@ -113,11 +113,11 @@ def test_a_chunk_of_another_size_is_refused(pair: Pair) -> None:
 def test_metadata_of_something_else_is_an_error(
     pair: Pair, metadata: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def welcome(connection: Connection) -> None:
+    def send_metadata(connection: Connection) -> None:
         frame = Frame(FrameKind.DESCRIBES, nbytes=len(metadata))
         connection.send_frame(frame, (), memoryview(metadata))
 
-    monkeypatch.setattr(pair.serving, "welcome", welcome)
+    monkeypatch.setattr(pair.serving, "send_metadata", send_metadata)
     pair.connection.send_request(Request(1, 0, is_next=False))
     with pytest.raises(TransferError, match="connecting to another host failed"):
         pair.reading.receive_metadata(pair.connection, nothing)

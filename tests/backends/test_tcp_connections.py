@@ -170,7 +170,7 @@ def test_a_stranger_is_cut_off_and_nobody_else(
 
 
 def test_strangers_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(server_module, "_MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(server_module, "_HELLO_S", WAIT_S)
     with serving() as (server, window):
         strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
@@ -184,7 +184,7 @@ def test_strangers_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_as_many_hosts_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(server_module, "_MAX_UNAUTHENTICATED", 3)
     with serving() as (server, _):
         hosts = [Connection.open("127.0.0.1", server.port, SECRET, i, WAIT_S) for i in range(20)]
         assert all(host.is_open for host in hosts)
