@@ -10,23 +10,19 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from weightsync.backends.base import (
-    Endpoint,
-    Reach,
-    TrainerWeightTransferEngine,
-    TransferOptions,
-    WeightTransferEngine,
-)
+from weightsync.backends.base import Endpoint, Reach
 from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.errors import BackendUnavailableError
-from weightsync.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from weightsync.backends.tcp.carrier import Carrier
 
 RDMA_COST, TCP_COST = 2.0, 10.0
-"""Beside the 5 of plain TCP: UCX's TCP is slower (measured, docs/performance.md), RDMA is not."""
+"""Beside the 5 of plain TCP: UCX's TCP is slower (measured, docs/scaling.md), RDMA is not."""
 _RDMA = Path("/sys/class/infiniband")
 
 
@@ -61,29 +57,11 @@ class NixlBackend(TcpBackend):
         has_rdma = ours.get("rdma") is True and theirs.get("rdma") is True
         return [Reach("nixl", RDMA_COST if has_rdma else TCP_COST)]
 
-    def trainer_engine(
-        self,
-        source: WeightSource,
-        path: str,
-        options: TransferOptions,
-        bases: Mapping[str, TrainerWeightTransferEngine],
-    ) -> TrainerWeightTransferEngine:
-        """Return the engine of `tcp`, whose ring others read by NIXL."""
-        # Each half is imported only where it is used.
-        from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
-        from weightsync.backends.nixl.carrier import NixlCarrier  # noqa: PLC0415
-        from weightsync.backends.tcp.trainer import TcpTrainerEngine  # noqa: PLC0415
+    def make_carrier(self) -> Carrier:
+        """Return a carrier that reads by NIXL. Raises BackendUnavailableError."""
+        from weightsync.backends.nixl.carrier import NixlCarrier  # noqa: PLC0415  # imports NIXL
 
-        return TcpTrainerEngine(cast(IpcTrainerEngine, bases["ipc"]), options, NixlCarrier)
-
-    def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
-        """Return the engine of `tcp`, which reads by NIXL."""
-        from weightsync.backends.nixl.carrier import NixlCarrier  # noqa: PLC0415  # as above
-        from weightsync.backends.tcp.receiver import (  # noqa: PLC0415
-            TcpWeightTransferEngine,
-        )
-
-        return TcpWeightTransferEngine(device_keys, NixlCarrier)
+        return NixlCarrier()
 
 
 def _facts(endpoint: Endpoint) -> Mapping[str, Any]:

@@ -72,15 +72,18 @@ class NixlCarrier:
     def send(
         self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
     ) -> None:
-        """Say where a chunk lies, and wait until the other host has read it."""
-        address = _address_of(data) if data else self._memory[0].data_ptr()
-        if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in self._memory):
+        """Send the address of a chunk, and wait until the other host has read it."""
+        memory = self._memory  # which another thread may release
+        if not memory:
+            raise TransferError("this host does not serve any more")
+        address = _address_of(data) if data else memory[0].data_ptr()
+        if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in memory):
             self._lend(connection, frame, fingerprints, address)
             return
         while not self._spare.acquire(timeout=_WAITING_S):  # another host reads from it
             connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
         try:  # read again from the source
-            spare = self._memory[-1]
+            spare = memory[-1]
             spare.numpy().data[: len(data)] = data
             self._lend(connection, frame, fingerprints, spare.data_ptr())
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from weightsync.backends.base import (
     Backend,
@@ -15,6 +15,9 @@ from weightsync.backends.base import (
     WeightTransferEngine,
 )
 from weightsync.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from weightsync.backends.tcp.carrier import Carrier
 
 TCP_COST = 5.0
 BUCKET_NBYTES = 4 << 20
@@ -55,7 +58,7 @@ class TcpBackend(Backend):
         from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
         from weightsync.backends.tcp.trainer import TcpTrainerEngine  # noqa: PLC0415
 
-        return TcpTrainerEngine(cast(IpcTrainerEngine, bases["ipc"]), options)
+        return TcpTrainerEngine(cast(IpcTrainerEngine, bases["ipc"]), options, self.make_carrier)
 
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
         """Return the engine that feeds its host, or reads the ring of a receiver that does."""
@@ -63,4 +66,10 @@ class TcpBackend(Backend):
             TcpWeightTransferEngine,
         )
 
-        return TcpWeightTransferEngine(device_keys)
+        return TcpWeightTransferEngine(device_keys, self.make_carrier)
+
+    def make_carrier(self) -> Carrier:
+        """Return the carrier of one engine, which moves the bytes of chunks."""
+        from weightsync.backends.tcp.carrier import InStream  # noqa: PLC0415  # as above
+
+        return InStream()

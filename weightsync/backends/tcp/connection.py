@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class FrameKind(IntEnum):
-    """What a frame says."""
+    """The kinds of frames that a serving host sends."""
 
     CHUNK = 1
     WAITING = 2

@@ -36,7 +36,7 @@ class RingShape(Message, frozen=True, kw_only=True):
 
 
 class Membership(Message, frozen=True, kw_only=True):
-    """What the receiver that feeds its host needs: the `sender`, and its own `place`.
+    """The init data of a receiver that feeds its host: the `sender`, and its own `place`.
 
     `secret` (hex) opens the connections of this sender's receivers to it and to each other.
     """

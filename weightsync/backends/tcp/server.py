@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 5.0
 _BEAT_S = 0.25
 _MAX_UNAUTHENTICATED = 256
-"""Connections that have not said the secret yet; the oldest makes room for another one."""
+"""Connections without the secret so far; the oldest is closed for another one."""
 _UNAUTHENTICATED = -1
 _KNOWN_AFTER_S = 30.0
 """How long a host that asks for an update is kept waiting that has not begun here, at most."""

@@ -33,7 +33,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a cursor gets next: a chunk, or the kind of frame that says why there is none."""
+    """The next frame of a cursor: a chunk, or another kind where there is none."""
 
     kind: FrameKind
     chunk: int = 0
