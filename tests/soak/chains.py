@@ -116,14 +116,16 @@ def send(count: int) -> dict[str, Any]:
     }
 
 
+_MALLINFO = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+    *("uordblks", "fordblks", "keepcost"),
+)
+
+
 class _Mallinfo(ctypes.Structure):
     """glibc's `struct mallinfo2`, of all its arenas (mallinfo(3))."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")
-        + ("uordblks", "fordblks", "keepcost")
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO)
 
 
 def memory(_: object) -> dict[str, int]:
