@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
         IPCWeightTransferUpdateInfo,
     )
     from weightsync.observe import Progress
-    from weightsync.receiver import WeightReceiver
+    from weightsync.receiver import WeightReceiver, fetch
     from weightsync.sender import WeightSender, close, connect, send_weights
     from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
@@ -123,6 +123,7 @@ __all__ = [
     "__version__",
     "close",
     "connect",
+    "fetch",
     "register_backend",
     "send_weights",
 ]
@@ -137,7 +138,7 @@ _MODULES = {
         "IPCWeightTransferUpdateInfo",
     ),
     "observe": ("Progress",),
-    "receiver": ("WeightReceiver",),
+    "receiver": ("WeightReceiver", "fetch"),
     "sender": ("WeightSender", "close", "connect", "send_weights"),
     "weights.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.module_sink": ("ModuleSink", "ShardedModuleSink"),

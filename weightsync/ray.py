@@ -111,6 +111,7 @@ class WeightSyncActor:
     reset_prefix_cache = _verb("reset_prefix_cache")
     pause = _verb("pause")
     resume = _verb("resume")
+    fetch_weights = _verb("fetch_weights")
 
     @_grouped
     def weightsync_handle(self, message: Mapping[str, object]) -> dict[str, object]:

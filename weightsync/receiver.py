@@ -1,21 +1,27 @@
-"""The receiving side: `WeightReceiver`, which handles every control message of an update."""
+"""The receiving side: `WeightReceiver`, which handles every control message, and `fetch`."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
+from weightsync.arguments import as_seconds
 from weightsync.backends.registry import known_endpoints
 from weightsync.cuda.handles import device_keys
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.report import SyncReport
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
+from weightsync.tracebacks import concise
+from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
+from weightsync.update.fetching import fetch_from
 from weightsync.update.gate import OnHold, OnRelease
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
@@ -30,6 +36,8 @@ from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,
     CheckRequest,
+    FetchReply,
+    FetchRequest,
     FinishRequest,
     InitReply,
     InitRequest,
@@ -51,6 +59,11 @@ from weightsync.wire.messages import (
     UpdateRequest,
 )
 from weightsync.wire.offers import Message
+
+if TYPE_CHECKING:
+    from weightsync.update.lending import Lender
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Message)
 DEFAULT_LEASE_S = 60.0
@@ -130,7 +143,10 @@ class WeightReceiver:
             ResetCacheRequest: self._reset_cache,
             PauseRequest: self._pause,
             ResumeRequest: self._resume,
+            FetchRequest: self._fetch,
         }
+        self._lending = threading.Lock()
+        self._lender: Lender | None = None
 
     def __repr__(self) -> str:
         lifecycle = self._session.lifecycle
@@ -185,11 +201,8 @@ class WeightReceiver:
         NotReadyError when the weights are torn, or when an update holds them for longer than
         `timeout_s`.
         """
-        session = self._session
-        if session.lifecycle.required_version:
-            session.close_dead_senders()  # a receiver does not catch up with a dead sender's fleet
-        with session.gate.reading(timeout_s):
-            yield session.lifecycle.version
+        with self._session.reading(timeout_s) as version:
+            yield version
 
     def handle(self, message: Mapping[str, object]) -> dict[str, object]:
         """Handle a plain message `{"call": …, "body": {…}}` and return a plain reply.
@@ -238,6 +251,7 @@ class WeightReceiver:
                 shared_memory=usage,
                 senders=session.senders.paths(),
                 owner=owner,
+                lends=session.load_targets.lends(lifecycle.weights_id),
                 backends=backends,
                 unusable_backends=unusable_backends,
             )
@@ -282,6 +296,10 @@ class WeightReceiver:
         `for_good`: later init and start messages raise ProtocolError. Otherwise a sender may init
         again.
         """
+        with self._lending:
+            lender, self._lender = self._lender, None
+        if lender is not None:
+            lender.close()
         self._session.close(for_good=for_good)
 
     def _init(self, request: InitRequest) -> InitReply:
@@ -322,6 +340,16 @@ class WeightReceiver:
         different = [name for name, value in held.items() if expected.get(name) != value]
         return CheckReply(version=version, different=different, equal=not different)
 
+    def _fetch(self, request: FetchRequest) -> FetchReply:
+        with self._lending:
+            if self._lender is None:
+                # No receiver needs it until another one fetches from it.
+                from weightsync.update.lending import Lender  # noqa: PLC0415
+
+                self._lender = Lender(self._session)
+            lender = self._lender
+        return lender.answer(request)
+
     def _reset_cache(self, _: ResetCacheRequest) -> Status:
         if self._on_clear_cache is not None:
             self._on_clear_cache()
@@ -338,6 +366,62 @@ class WeightReceiver:
         if self._on_resume is not None:
             self._on_resume()
         return self.status()
+
+
+@concise
+def fetch(
+    to: WeightReceiver | nn.Module | LoadWeights | WeightSink,
+    sources: Targets,
+    *,
+    backend: str = "auto",
+    token: str | None = None,
+    verify_tls: bool | str = True,
+    timeout_s: float = 60.0,
+) -> SyncReport:
+    """Load the weights that another receiver uses, verified, without a trainer.
+
+    - `to`: a receiver in this process, or what `WeightReceiver` takes: then the weights are loaded
+      once, and no receiver stays.
+    - `sources`: URLs of receivers, or anything else that `connect` can send to. They are tried in
+      this order, until one has sent its weights. One that is in an update, or whose weights are
+      replaced while they are sent, is asked again, for at most `timeout_s`.
+    - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`.
+
+    `to` gets the version and the label of the source, whatever it held before.
+
+    Raises the error of the last source: ConnectError, NotReadyError, ManifestMismatchError,
+    VerificationError, ConfigError for one that keeps no whole copy; SenderConflictError where `to`
+    belongs to a living sender. `to` is then as it was, unless it loads in place.
+    """
+    timeout_s = as_seconds("timeout_s", timeout_s)
+    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
+    receiver = to if isinstance(to, WeightReceiver) else WeightReceiver(to)
+
+    def fetch_once(source: Target) -> SyncReport:
+        workers = transports.every(source)  # each has the same weights
+        try:
+            return fetch_from(
+                workers[0],
+                receiver.dispatch,
+                target=repr(to) if receiver is to else type(to).__name__,
+                backend=backend,
+                timeout_s=timeout_s,
+            )
+        finally:
+            for transport in workers:
+                transport.close()
+
+    try:
+        *others, last = targets_of(sources, "sources=")
+        for source in others:
+            try:
+                return fetch_once(source)
+            except WeightSyncError as exc:
+                logger.warning("nothing was fetched from %s: %s", source, exc)
+        return fetch_once(last)
+    finally:
+        if receiver is not to:
+            receiver.close()
 
 
 def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:

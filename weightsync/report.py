@@ -51,7 +51,10 @@ class DeltaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverReport(_FormerNames):
-    """Report of one receiver on an update; the fields have the meaning of SyncReport's."""
+    """Report of one receiver on an update; the fields have the meaning of SyncReport's.
+
+    `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
+    """
 
     target: str
     path: str
@@ -61,6 +64,7 @@ class ReceiverReport(_FormerNames):
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_extra_nbytes: int = 0
     skipped_paths: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

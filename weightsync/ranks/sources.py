@@ -363,7 +363,7 @@ class SourceOfUpdate:
     def end_watch(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `watch`; see `SourceWatch.end`."""
         changed = self._watch.end(is_adopted) + self._differ
-        return changed + (self._given.changed if isinstance(self._given, IterableSource) else [])
+        return [*changed, *getattr(self._given, "changed", ())]
 
     def _compared(self) -> Iterator[Pair]:
         self._passes += 1

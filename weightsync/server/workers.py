@@ -23,6 +23,7 @@ from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,
     CheckRequest,
+    FetchRequest,
     FinishRequest,
     InitReply,
     InitRequest,
@@ -91,6 +92,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         ],
         workers=list(statuses),
         senders=_paths(held),
+        lends=held[0].lends,
         owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
         backends={
             name: facts
@@ -202,6 +204,7 @@ class Workers:
             StartRequest: self._start,
             UpdateRequest: self._update,
             CheckRequest: self._check,
+            FetchRequest: self._fetch,
         }
 
     def report(self) -> WorkerReport:
@@ -250,6 +253,10 @@ class Workers:
             )
         self._call_all(request)
         return InitReply(status=self.status())
+
+    def _fetch(self, request: FetchRequest) -> Reply:
+        """One worker lends: where each holds whole tensors, they hold the same."""
+        return next(iter(self.workers.values())).dispatch(request)
 
     def _start(self, request: StartRequest) -> Reply:
         version = self._common_next() if request.version is None else request.version

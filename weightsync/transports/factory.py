@@ -62,15 +62,7 @@ class TransportFactory:
         Raises ConfigError for a target of an unknown kind, TransportTimeout for a server that does
         not answer. After an error no transport stays open.
         """
-        alone = (
-            isinstance(to, str)
-            or callable(to)
-            or hasattr(to, "call")
-            or not isinstance(to, Iterable)
-        )
-        targets = [to] if alone else list(to)  # type: ignore[arg-type]  # the line above
-        if not targets:
-            raise ConfigError("to= names no receiver")
+        targets = targets_of(to, "to=")
         futures: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
         threads: CallThreads[Sequence[Transport]] = CallThreads()
         for target, future in zip(targets, futures, strict=True):
@@ -111,6 +103,17 @@ class TransportFactory:
                 )
                 self._addresses = made
         return self._addresses.transports(target, wait_s=wait_s)
+
+
+def targets_of(to: Targets, argument: str) -> list[Target]:
+    """Return the targets of an argument. Raises ConfigError where it names none."""
+    alone = (
+        isinstance(to, str) or callable(to) or hasattr(to, "call") or not isinstance(to, Iterable)
+    )
+    targets: list[Target] = [to] if alone else list(to)  # type: ignore[arg-type, list-item]  # above
+    if not targets:
+        raise ConfigError(f"{argument} names no receiver")
+    return targets
 
 
 def _transport(target: object) -> Transport:

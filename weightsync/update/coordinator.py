@@ -27,6 +27,7 @@ from weightsync.specs import MAX_VERSION
 from weightsync.transports.base import Transport
 from weightsync.update.deltas import DeltaChoice, DeltaPlanner
 from weightsync.update.fleet import Fleet, Member, WorldSizeChangedError, names
+from weightsync.update.joining import Joining
 from weightsync.update.lifecycle import version_after
 from weightsync.update.membership import Membership
 from weightsync.update.outgoing import LastVersion, UpdateTransaction
@@ -75,12 +76,19 @@ class Coordinator:
         self._group.take_snapshot()
 
     def send(
-        self, version: int | None, label: str | None, *, rewind: bool, taken: bool = False
+        self,
+        version: int | None,
+        label: str | None,
+        *,
+        rewind: bool,
+        taken: bool = False,
+        weights_id: str = "",
     ) -> SyncReport:
         """Send the source's current weights to every receiver, and return the report.
 
-        With `taken`, those of the last snapshot.
+        With `taken`, those of the last snapshot. `weights_id` is theirs, if they have one.
         """
+        weights_id = weights_id or secrets.token_hex(8)
         _check_version(version)
         as_label(label)
         if self._sends_snapshots and not taken:
@@ -89,7 +97,7 @@ class Coordinator:
         last = version is not None
         while True:
             self.membership.ready()
-            update, terms = self._reach_most(version, label, rewind=rewind)
+            update, terms = self._reach_most(version, label, weights_id, rewind=rewind)
             sent = self.fleet.version = terms.version or 0
             self._sent = LastVersion(
                 terms, self.paths.layout, update.table_digests, {update.update_id}
@@ -139,17 +147,23 @@ class Coordinator:
         return self._report(update, self.fleet.version, terms.label, before, again=True)
 
     def add(self, transport: Transport) -> SyncReport | None:
-        """Add a receiver, and send it the current version where this sender has sent one.
+        """Add a receiver, and bring it to the fleet's version.
 
-        Returns the report, None where nothing had to be sent. An error leaves the fleet unchanged.
+        A receiver of the fleet sends it, where one can: the source may have changed since. Else the
+        source does, where this sender has sent that version. Returns the report, None where nothing
+        had to be sent. An error leaves the fleet unchanged.
         """
+        self.membership.check_new(transport)
+        self.membership.ready()
+        joining = Joining(self.fleet, transport)
+        report = joining.fetch()
         members = self.membership.add(transport)
-        holds = all(
-            member.status.version == self.fleet.version
-            and member.status.last_finished in self._sent.update_ids
-            for member in members
-        )
-        if not self.fleet.version or holds or self._sent.version != self.fleet.version:
+        if all(joining.holds(member.status) for member in members):
+            for member in members:
+                member.delta_base = member.status.weights_id if member.status.delta_forms else None
+            self.last_report = report
+            return report
+        if not self.fleet.version or self._sent.version != self.fleet.version:
             return None
         try:
             return self.resync(members)
@@ -209,7 +223,7 @@ class Coordinator:
         update.last_report = self._report(update, version, label, before)
 
     def _reach_most(
-        self, version: int | None, label: str | None, *, rewind: bool
+        self, version: int | None, label: str | None, weights_id: str, *, rewind: bool
     ) -> tuple[UpdateTransaction, StartTerms]:
         """Send until all reachable members hold the version; `failed` of the update has the others.
 
@@ -217,7 +231,6 @@ class Coordinator:
         times. It continues without failed members where these are dropped, or where members cannot
         roll back because an update in place was interrupted.
         """
-        weights_id = secrets.token_hex(8)
         without: dict[Member, WeightSyncError] = {}
         tries, dirty = 1, False
         while True:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from weightsync.backends.base import Received, expect
 from weightsync.errors import (
@@ -16,6 +19,7 @@ from weightsync.errors import (
     VerificationError,
 )
 from weightsync.specs import Manifest, union
+from weightsync.tensors import from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
 from weightsync.weights.delta_coding import zstd
@@ -188,6 +192,7 @@ class LoadTargets:
         self._whole: tuple[str, LoadTarget] | None = None
         self._layout: StreamLayout | None = None
         self._subsets: OrderedDict[str, LoadTarget] = OrderedDict()
+        self._held_id: str | None = None
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
@@ -243,6 +248,43 @@ class LoadTargets:
         memory = whole[1].catch_up(layout)
         return None if memory is None else (whole[1], layout, memory)
 
+    def committed(self, targets: Sequence[LoadTarget], weights_id: str) -> None:
+        """Note which weights are in use now, and which targets were written for them."""
+        whole = self._whole is not None and list(targets) == [self._whole[1]]
+        self._held_id = weights_id if whole else None
+
+    def lends(self, weights_id: str) -> bool:
+        """Whether `in_use` returns tensors, as far as it is known without an inspection."""
+        if type(self._sink).in_use is not WeightSink.in_use:
+            return self._sink.lends
+        return self._sink.lends and self._held(weights_id) is not None
+
+    def _held(self, weights_id: str) -> Sequence[torch.Tensor] | None:
+        return self._whole[1].in_use() if self._whole and self._held_id == weights_id else None
+
+    def in_use(self, weights_id: str) -> tuple[Manifest, list[torch.Tensor], bool]:
+        """Return the tensors in use and their manifest, and whether they stay until a commit.
+
+        Else the next update overwrites them as it comes. In the order of the last whole model.
+        Raises ConfigError where the sink keeps no whole model.
+        """
+        layout, manifest, held = self._layout, self._sink.manifest, None
+        if layout is not None and (manifest is None or _are_same(layout.manifest, manifest)):
+            manifest = layout.manifest
+        if self._sink.lends and manifest is not None:
+            tensors = self._sink.in_use(manifest)
+            if tensors is not None:
+                return manifest, tensors, self.apply == "staged"
+            held = self._held(weights_id)
+        if layout is None or held is None:
+            raise ConfigError(
+                "this receiver keeps no whole copy of its weights that others could fetch; fetch "
+                "from one that was made with an nn.Module, or with a hook that is staged"
+            )
+        specs = layout.manifest.specs
+        pairs = zip(held, specs, strict=True)
+        return layout.manifest, [from_bytes(flat, spec) for flat, spec in pairs], False
+
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout; open it where there is none.
 
@@ -287,3 +329,14 @@ class LoadTargets:
             self._sink.staged_nbytes(layout),
             arena.available(device),
         )
+
+
+def _are_same(sent: Manifest, held: Manifest) -> bool:
+    """Whether the tensors that were sent are those that are held, in any order."""
+    places = sent.index
+    return len(sent.specs) == len(held.specs) and all(
+        spec.name in places
+        and (sent.specs[places[spec.name]].dtype, sent.specs[places[spec.name]].shape)
+        == (spec.dtype, spec.shape)
+        for spec in held.specs
+    )

@@ -109,8 +109,7 @@ class Membership:
 
         An error leaves the fleet unchanged. Raises ConfigError for a receiver of the fleet.
         """
-        if self._members_of(transport):
-            raise ConfigError(f"{transport.target} is in the fleet already")
+        self.check_new(transport)
         self.ready()
         added = [self._fleet.add(transport)]
         try:
@@ -120,6 +119,11 @@ class Membership:
                 self.remove(member)
             raise
         return self._members_of(transport)
+
+    def check_new(self, transport: Transport) -> None:
+        """Raise ConfigError for a receiver of the fleet."""
+        if self._members_of(transport):
+            raise ConfigError(f"{transport.target} is in the fleet already")
 
     def connect_workers(self, stale: Member) -> list[Member]:
         """Replace the workers of a restarted server by those that it has now, and connect these.

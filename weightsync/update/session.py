@@ -111,6 +111,7 @@ class ReceiverSession:
         self._clear_cache = clear_cache
         self._lease_s = lease_s
         self._incoming: IncomingUpdate | None = None
+        self.starts = 0
         self._abort_reason = ""
         self._step_ended = threading.Condition(self.lock)
         self._step: str | None = None
@@ -158,6 +159,16 @@ class ReceiverSession:
         return UpdateConflictError(
             why, state=self.lifecycle.state.value, update_id=self.lifecycle.update_id
         )
+
+    # The weights in use
+
+    @contextmanager
+    def reading(self, timeout_s: float) -> Iterator[int]:
+        """See WeightReceiver.reading."""
+        if self.lifecycle.required_version:
+            self.close_dead_senders()  # a receiver does not catch up with a dead sender's fleet
+        with self.gate.reading(timeout_s):
+            yield self.lifecycle.version
 
     # Senders
 
@@ -403,6 +414,7 @@ class ReceiverSession:
             try:
                 self.lifecycle.start(Terms(update_id=update_id, **fields))
                 if opens:
+                    self.starts += 1
                     self._claims.started()
                     self._incoming = incoming
             except BaseException:
@@ -510,6 +522,7 @@ class ReceiverSession:
         incoming.timed("swap", started)
         with self.lock:
             self.lifecycle.finish(incoming.update_id)
+            self.load_targets.committed(incoming.load_targets, self.lifecycle.weights_id)
             self._claims.committed(incoming.sender, partial=incoming.partial)
             if request.weight_version is not None:
                 self.lifecycle.label = request.weight_version

@@ -405,6 +405,10 @@ class ModuleSink(WeightSink):
             )
         return groups
 
+    def in_use(self, manifest: Manifest) -> list[torch.Tensor] | None:
+        """Return the module's tensors that `manifest` names."""
+        return [group[0].detach() for group in self.targets(manifest)]
+
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of the tensors in use by name, aliases included.
 
@@ -821,6 +825,8 @@ class ShardedModuleSink(ModuleSink):
     the local tensors. Raises ConfigError naming tensors whose placements do not say which rows this
     process holds (partial sums, unknown placements).
     """
+
+    lends = False
 
     def destinations(self, layout: StreamLayout) -> Destinations:
         """Return a destination for each slice; tied tensors may hold different slices."""

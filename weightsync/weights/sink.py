@@ -70,6 +70,10 @@ class LoadTarget(ABC):
         """
         return None
 
+    def in_use(self) -> Sequence[torch.Tensor] | None:
+        """Return `uint8[nbytes]` of each tensor of the weights in use; None where none are kept."""
+        return None
+
     def begin(self) -> None:
         """Start an update. No weights in use have changed yet."""
 
@@ -105,6 +109,11 @@ class ArenaTarget(LoadTarget):
             return None
         return lines_of(layout, self.memory)
 
+    def in_use(self) -> Sequence[torch.Tensor] | None:
+        memory = self.memory
+        whole = self._holds_weights_in_use and memory is not None and memory.shares is None
+        return memory.tensors if whole and memory is not None else None
+
     def begin(self) -> None:
         super().begin()
         self.written = None
@@ -124,12 +133,14 @@ class WeightSink(ABC):
 
     `manifest` declares the tensors it wants; None where only a hook knows them. `verification` is
     the strongest proof: `held` (the weights are read back) or `arrived` (the bytes that arrived).
-    `casts` accepts floating-point tensors of another dtype than declared.
+    `casts` accepts floating-point tensors of another dtype than declared. `lends` False: other
+    receivers may not fetch the weights in use.
     """
 
     manifest: Manifest | None = None
     verification: Verification = "arrived"
     casts: bool = False
+    lends: bool = True
 
     @property
     @abstractmethod
@@ -187,6 +198,13 @@ class WeightSink(ABC):
         the destination no longer has the declared tensors.
         """
         return 0
+
+    def in_use(self, manifest: Manifest) -> list[torch.Tensor] | None:
+        """Return the tensors in use that `manifest` names, whole, to be read; None without any.
+
+        Staged, they keep their bytes until a commit.
+        """
+        return None
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 (16 hex digits) of the weights in use by name, aliases included.

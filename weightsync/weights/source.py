@@ -208,7 +208,7 @@ class WeightSource(Protocol):
 
     A source whose `stable_tensors` is None may also have `made_of() -> (names, tensors)`: the
     tensors from which it makes those that it sends. An update fails with VerificationError where
-    these change while it is sent.
+    these change while it is sent, or where `changed`, which any source may have, then names some.
     """
 
     @property

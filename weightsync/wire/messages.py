@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from weightsync.errors import ConfigError
+from weightsync.report import SyncReport
 from weightsync.wire.offers import (
     BackendName,
     InitInfo,
@@ -25,6 +26,7 @@ from weightsync.wire.offers import (
     UpdateId,
     Version,
 )
+from weightsync.wire.problem import Problem
 
 PROTOCOL = 1  # `init` compares ranges
 
@@ -275,6 +277,31 @@ class ResumeRequest(Message, frozen=True, kw_only=True):
     """`resume`."""
 
 
+MAX_POLLERS = 8
+
+
+class FetchRequest(Message, frozen=True, kw_only=True):
+    """`fetch_weights`: take the weights in use. The reply is the next request to the caller.
+
+    The first call of a `fetch_id` makes this receiver a sender, whose requests are the replies to
+    these calls. The caller handles each, and its next call returns the `reply` or the `problem`.
+    Several pollers call at a time, since requests overlap; `turn` counts the calls of one `poller`.
+    A call that is repeated gets the same reply.
+
+    `address` is the address at which the caller reaches this host, `backend` as in `connect`,
+    `timeout_s` bounds every wait for progress.
+    """
+
+    fetch_id: UpdateId
+    poller: Annotated[int, Meta(ge=0, lt=MAX_POLLERS)] = 0
+    turn: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    reply: Any = None
+    problem: Problem | None = None
+    address: Annotated[str, Meta(max_length=256)] | None = None
+    backend: BackendName = "auto"
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
+
+
 Request = (
     InitRequest
     | ShutdownRequest
@@ -289,6 +316,7 @@ Request = (
     | ResetCacheRequest
     | PauseRequest
     | ResumeRequest
+    | FetchRequest
 )
 
 CALLS: dict[str, type[Message]] = {
@@ -305,6 +333,7 @@ CALLS: dict[str, type[Message]] = {
     "reset_prefix_cache": ResetCacheRequest,
     "pause": PauseRequest,
     "resume": ResumeRequest,
+    "fetch_weights": FetchRequest,
 }
 """The name of each call; over HTTP it is the path."""
 
@@ -347,7 +376,8 @@ class Status(Message, frozen=True, kw_only=True):
     `delta_forms` are the forms of deltas that can be applied once a whole model was received:
     `lines`, or `shards` (lines, for a receiver that holds parts of tensors), and `values`.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
-    that the receiver belonged to, alive or not. `backends` are those that can be used here, each
+    that the receiver belonged to, alive or not. `lends` says that other receivers may fetch the
+    weights in use, by `fetch_weights`. `backends` are those that can be used here, each
     with what it says of this process; `unusable_backends` the others, with the reason.
     """
 
@@ -374,6 +404,7 @@ class Status(Message, frozen=True, kw_only=True):
     workers: list[WorkerPath] = []
     senders: dict[Name, str] = {}
     owner: Owner | None = None
+    lends: bool = False
     backends: dict[BackendName, Any] = {}
     unusable_backends: dict[BackendName, str] = {}
 
@@ -438,7 +469,18 @@ class CheckReply(Message, frozen=True, kw_only=True):
     parts: dict[str, TensorPart] = {}
 
 
-Reply = InitReply | StepReply | Status | CheckReply
+class FetchReply(Message, frozen=True, kw_only=True):
+    """The next request to the caller, as `{"call": …, "body": {…}}`; None: there is none yet.
+
+    At the end of the fetch, its `report` or its `problem`.
+    """
+
+    request: Any = None
+    report: SyncReport | None = None
+    problem: Problem | None = None
+
+
+Reply = InitReply | StepReply | Status | CheckReply | FetchReply
 
 
 class UpdateRecord(Message, frozen=True, kw_only=True):
@@ -486,4 +528,5 @@ REPLIES: dict[str, type[Message]] = {
     "prepare_weight_update": StepReply,
     "finish_weight_update": StepReply,
     "abort_weight_update": StepReply,
+    "fetch_weights": FetchReply,
 }

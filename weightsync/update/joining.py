@@ -1,0 +1,142 @@
+"""A receiver that joins a fleet: it fetches the fleet's weights from a receiver that has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.report import SyncReport
+from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
+from weightsync.transports.base import Transport
+from weightsync.transports.calls import CallThreads
+from weightsync.update.fetching import fetch_from
+from weightsync.update.fleet import Fleet, Member, MemberReply
+from weightsync.update.lifecycle import State
+from weightsync.wire.messages import Reply, Request, Status, StatusRequest
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+class Joining:
+    """Brings the receiver behind `transport` to the weights of the fleet, before it is a member.
+
+    The fleet's sender passes on the messages between the two receivers, so each needs to be reached
+    by the sender alone. The bytes go from one to the other.
+    """
+
+    def __init__(self, fleet: Fleet, transport: Transport) -> None:
+        self._fleet = fleet
+        self._transport = transport
+        self._weights: tuple[int, str] | None = None
+
+    def holds(self, status: Status) -> bool:
+        """Whether this is the status of a receiver with the weights of the fleet."""
+        return (status.version, status.weights_id or "") == self._weights
+
+    def fetch(self) -> SyncReport | None:
+        """Have every worker of the receiver fetch the weights, from one of the fleet after another.
+
+        Returns the report, None where nothing was fetched: it has them, or none can be fetched.
+        """
+        fleet = self._fleet
+        held = fleet.call(StatusRequest(), timeout_s=fleet.brief_s)
+        ready = [a for a in held if _is_ready(a) and a.status.version == fleet.version]
+        weights = {(answer.status.version, answer.status.weights_id or "") for answer in ready}
+        if len(weights) != 1:  # none, or they have other weights under the same version
+            return None
+        self._weights = weights.pop()
+        sources = [answer for answer in ready if answer.status.lends]
+        if not self._weights[1] or not sources:
+            return None
+        try:
+            reports = self._fetch_all(sources)
+        except WeightSyncError as exc:
+            logger.warning(
+                "%s could not fetch the weights from the other receivers, so the source has to "
+                "send them: %s",
+                self._transport.target,
+                exc,
+            )
+            return None
+        if not reports:
+            return None
+        receivers = tuple(receiver for report in reports for receiver in report.receivers)
+        slowest = max(reports, key=lambda report: report.seconds["total"])
+        return replace(slowest, receivers=receivers)
+
+    def _fetch_all(self, sources: Sequence[MemberReply]) -> list[SyncReport]:
+        whole = self._transport
+        status = _status(whole, self._fleet.brief_s)
+        if not status.workers:
+            return [] if self.holds(status) else [self._fetch(whole, status, sources)]
+        expand = getattr(whole, "expand", None)
+        if expand is None:
+            raise ConfigError(f"the workers of {whole.target} cannot be reached one by one")
+        workers: Sequence[Transport] = expand(status.workers)
+        try:
+            statuses = [_status(worker, self._fleet.brief_s) for worker in workers]
+            return [
+                self._fetch(worker, status, sources)
+                for worker, status in zip(workers, statuses, strict=True)
+                if not self.holds(status)
+            ]
+        finally:
+            for worker in workers:
+                worker.close()
+
+    def _fetch(
+        self, worker: Transport, status: Status, sources: Sequence[MemberReply]
+    ) -> SyncReport:
+        """Fetch from the first source that can send; those on the worker's own host come first."""
+        timeout_s = self._fleet.timeout_s
+
+        def handle(request: Request) -> Reply:
+            return worker.call(request, timeout_s=timeout_s * HEARTBEAT_TIMEOUT_FACTOR)
+
+        def distance(source: MemberReply) -> bool:
+            return source.status.device_keys[-1:] != status.device_keys[-1:]
+
+        *others, last = sorted(sources, key=distance)
+        for source in others:
+            try:
+                return self._waiting(partial(self._fetch_from, source.member, worker, handle))
+            except WeightSyncError as exc:
+                logger.warning("%s: %s", worker.target, exc)
+        return self._waiting(partial(self._fetch_from, last.member, worker, handle))
+
+    def _fetch_from(
+        self, source: Member, worker: Transport, handle: Callable[[Request], Reply]
+    ) -> SyncReport:
+        return fetch_from(
+            source.transport, handle, target=worker.target, timeout_s=self._fleet.timeout_s
+        )
+
+    def _waiting(self, call: Callable[[], SyncReport]) -> SyncReport:
+        """Call in a thread, and keep the other ranks waiting meanwhile."""
+        threads: CallThreads[SyncReport] = CallThreads()
+        future: Future[SyncReport] = Future()
+        threads.submit(call, future)
+        threads.close()
+        while not wait([future], _LOOK_S).done:
+            self._fleet.group.comm.attend()
+            self._fleet.collect_signs(may_raise=False)
+        return future.result()
+
+
+def _is_ready(answer: MemberReply) -> bool:
+    if not isinstance(answer.reply, Status):
+        return False
+    return answer.status.state in (State.READY, State.UPDATING) and answer.status.may_generate
+
+
+def _status(transport: Transport, timeout_s: float) -> Status:
+    reply = transport.call(StatusRequest(), timeout_s=timeout_s)
+    if not isinstance(reply, Status):
+        raise ConfigError(f"{transport.target} answers {type(reply).__name__} to weight_info")
+    return reply
