@@ -341,9 +341,10 @@ class WeightReceiver:
         return CheckReply(version=version, different=different, equal=not different)
 
     def _fetch(self, request: FetchRequest) -> FetchReply:
+        self._session.check_open()
         with self._lending:
             if self._lender is None:
-                # No receiver needs it until another one fetches from it.
+                # A receiver needs no modules of the sender until another one fetches from it.
                 from weightsync.update.lending import Lender  # noqa: PLC0415
 
                 self._lender = Lender(self._session)

@@ -49,7 +49,7 @@ from weightsync.observe import (
     call_span,
     progress_callback,
 )
-from weightsync.ranks.comm import alone, join_ranks
+from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
@@ -69,13 +69,7 @@ from weightsync.update.paths import PathSelector
 from weightsync.weights.finite import CheckFinite
 from weightsync.weights.lines import warm_up
 from weightsync.weights.module_sink import Rename
-from weightsync.weights.source import (
-    NamedTensors,
-    WeightSource,
-    as_source,
-    checked_pairs,
-    find_ties,
-)
+from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties
 from weightsync.wire.messages import SharedMemoryUsage
 
 logger = logging.getLogger(__name__)
@@ -220,24 +214,6 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         ranks.close()
         raise
     return WeightSender(group, coordinator, transports.one, verify=verify)
-
-
-def sender_of(
-    source: WeightSource, transport: Transport, *, backend: BackendChoice, timeout_s: float
-) -> WeightSender:
-    """Return a sender of this process alone, to one receiver, that always verifies.
-
-    Raises the same errors as `connect`.
-    """
-    backends, unusable = choose_backends(backend)
-    options = TransferOptions(adopt=False, timeout_s=timeout_s)
-    ranks = alone()
-    group = RankGroup(RankWorker(source, options, ranks, backends, "off"), ranks)
-    fleet = Fleet(group, [transport], timeout_s=timeout_s, drops=False, yields=True)
-    paths = PathSelector(fleet, options, backends, ordered=False, unusable=unusable)
-    coordinator = Coordinator(fleet, paths, takeover=False)
-    transports = TransportFactory(None, timeout_s=timeout_s)
-    return WeightSender(group, coordinator, transports.one, verify=True)
 
 
 class WeightSender:
@@ -439,15 +415,6 @@ class WeightSender:
             else:
                 with coordinator.updating(version, label, rewind=rewind, partial=partial) as update:
                     yield update
-
-    def lend(self, version: int, label: str | None, weights_id: str) -> SyncReport:
-        """Send the source's weights as what they are in use as; see weightsync.lender."""
-        return _required(
-            self._run(
-                "lend",
-                lambda leading: leading.send(version, label, rewind=True, weights_id=weights_id),
-            )
-        )
 
     @concise
     def add(self, target: Target) -> SyncReport | None:

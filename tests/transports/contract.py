@@ -31,6 +31,8 @@ from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,
     CheckRequest,
+    FetchReply,
+    FetchRequest,
     FinishRequest,
     HandlesUpdate,
     InitReply,
@@ -88,6 +90,7 @@ REQUESTS: list[Request] = [
     ResetCacheRequest(),
     PauseRequest(mode="wait"),
     ResumeRequest(),
+    FetchRequest(fetch_id="f1", turn=2, reply={"state": "READY"}),
 ]
 ERRORS: list[WeightSyncError] = [
     ConfigError("fix the call"),
@@ -131,6 +134,7 @@ class TransportContract:
         assert kinds.count(CheckReply) == 1
         assert kinds.count(StepReply) == 5
         assert kinds.count(Status) == 6
+        assert kinds.count(FetchReply) == 1
 
     @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
     def test_the_peers_error_is_raised_as_the_same_class(

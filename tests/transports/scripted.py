@@ -11,6 +11,7 @@ from weightsync.wire.messages import (
     CALL_OF,
     REPLIES,
     CheckReply,
+    FetchReply,
     InitReply,
     Reply,
     Request,
@@ -81,6 +82,8 @@ class ScriptedReceiver:
             return CheckReply(version=7, different=["a"], equal=False)
         if kind is Status:
             return self.state
+        if kind is FetchReply:
+            return FetchReply(request={"call": "weight_info", "body": {}})
         return StepReply(
             state="READY",
             version=7,

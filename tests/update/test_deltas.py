@@ -444,14 +444,16 @@ class TestFleets:
             assert one.lines == 1 < apart
 
     def test_one_that_joins_gets_no_weights_that_changed_since(self) -> None:
-        trainer, receivers = Model(), [ws.WeightReceiver(Model(1)), ws.WeightReceiver(Model(2))]
-        with ws.connect(trainer, to=receivers[0], delta="always") as sender:
+        trainer, servers = Model(), [Model(1), Model(2)]
+        first = ws.WeightReceiver(lambda _: None, apply="in_place")  # it has nothing to lend
+        joining = ws.WeightReceiver(servers[1])
+        with ws.connect(trainer, to=first) as sender:
             sender.send_weights()
-            assert sent(sender.send_weights())
+            sender.send_weights()
             change(trainer, 1)
             with pytest.raises(ws.TransferError, match="changed since version 2"):
-                sender.add(receivers[1])
-            assert receivers[1].version == 0
+                sender.add(joining)
+            assert joining.version == 0
 
     def test_one_that_joins_is_brought_up_to_date(self) -> None:
         trainer, servers = Model(), [Model(1), Model(2)]

@@ -22,6 +22,7 @@ from weightsync.specs import Manifest, union
 from weightsync.tensors import from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
+from weightsync.weights.delta import DeltaTarget
 from weightsync.weights.delta_coding import zstd
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import StreamLayout
@@ -250,7 +251,8 @@ class LoadTargets:
 
     def committed(self, targets: Sequence[LoadTarget], weights_id: str) -> None:
         """Note which weights are in use now, and which targets were written for them."""
-        whole = self._whole is not None and list(targets) == [self._whole[1]]
+        written = [t.target if isinstance(t, DeltaTarget) else t for t in targets]
+        whole = self._whole is not None and written == [self._whole[1]]
         self._held_id = weights_id if whole else None
 
     def lends(self, weights_id: str) -> bool:

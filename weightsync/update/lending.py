@@ -13,10 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import torch
 
+from weightsync.backends.base import TransferOptions
+from weightsync.backends.registry import choose_backends
 from weightsync.errors import (
     ConnectError,
     NotReadyError,
@@ -24,8 +27,14 @@ from weightsync.errors import (
     TransportTimeout,
     WeightSyncError,
 )
+from weightsync.ranks.comm import alone
+from weightsync.ranks.group import RankGroup
+from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.transports.base import BaseTransport
+from weightsync.update.coordinator import Coordinator
+from weightsync.update.fleet import Fleet
+from weightsync.update.paths import PathSelector
 from weightsync.update.session import ReceiverSession
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, FetchReply, FetchRequest, Reply, Request
@@ -111,15 +120,26 @@ class _Fetch:
             self.ended_at = time.monotonic()
 
     def _send(self) -> SyncReport:
-        # A receiver needs no modules of the sender until another one fetches from it.
-        from weightsync.sender import sender_of  # noqa: PLC0415
-
         with self._session.reading(_READING_S):
             lent = LentWeights(self._session)
-        with sender_of(
-            lent, self.mailbox, backend=self._backend, timeout_s=self._timeout_s
-        ) as sender:
-            return sender.lend(lent.version, lent.label, lent.weights_id)
+        backends, unusable = choose_backends(self._backend)
+        options = TransferOptions(adopt=False, timeout_s=self._timeout_s)
+        ranks = alone()  # whatever other ranks this process has
+        group = RankGroup(RankWorker(lent, options, ranks, backends, "off"), ranks)
+        with closing(group), closing(self._fleet(group)) as fleet:
+            paths = PathSelector(fleet, options, backends, ordered=False, unusable=unusable)
+            coordinator = Coordinator(fleet, paths, takeover=False)
+            try:
+                coordinator.membership.connect()
+                return coordinator.send(
+                    lent.version, lent.label, rewind=True, weights_id=lent.weights_id
+                )
+            finally:
+                with suppress(WeightSyncError):
+                    coordinator.membership.disconnect(leaves=True)
+
+    def _fleet(self, group: RankGroup) -> Fleet:
+        return Fleet(group, [self.mailbox], timeout_s=self._timeout_s, drops=False, yields=True)
 
 
 class LentWeights:

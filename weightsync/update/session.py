@@ -178,7 +178,7 @@ class ReceiverSession:
         Raises SenderConflictError where the receiver belongs to another living sender, and the
         errors of the engine, the manifest check and the load target.
         """
-        self._check_open()
+        self.check_open()
         replaced = self.senders.replaces(info)
         if replaced is not None:
             # Its loader may wait for a sender that is stopped. The new owner recovers a PREPARED
@@ -186,7 +186,7 @@ class ReceiverSession:
             why = f"{describe(replaced)} was replaced as the owner of this receiver"
             self._abort(None, why, only=State.UPDATING)
         with self._in_step("init"):
-            self._check_open()  # it may have been closed meanwhile
+            self.check_open()  # it may have been closed meanwhile
             self._close_dead_senders()
             manifest = self.senders.open(info)
             try:
@@ -235,7 +235,7 @@ class ReceiverSession:
 
     def start(self, request: StartRequest) -> StepReply:
         """READY becomes UPDATING."""
-        self._check_open()
+        self.check_open()
         update_id = request.update_id or new_update_id()
         anonymous = request.anonymous or request.update_id is None
 
@@ -340,7 +340,8 @@ class ReceiverSession:
                 logger.warning("a loader is still running; the memory that it reads stays mapped")
         self._timer.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ProtocolError after `close` for good."""
         if self._closed:
             raise ProtocolError("this receiver is closed and takes no more weights; make another")
 
@@ -400,7 +401,7 @@ class ReceiverSession:
                     "init again with the new manifest"
                 )
         with self.lock:
-            self._check_open()
+            self.check_open()
             self.table.check_not_aborted(update_id)
             fields = {name: getattr(terms, name) for name in StartTerms.__struct_fields__}
             opens = self._incoming is None

@@ -558,7 +558,7 @@ class DeltaTarget(LoadTarget):
         self.in_place = target.in_place
         self.peak_extra_nbytes = target.peak_extra_nbytes
         self.fingerprint: int | None = None
-        self._target = target
+        self.target = target
         self._memory = memory
         self._base, self._written = int(base_total, 16), 0
         self._lines = 0
@@ -566,8 +566,8 @@ class DeltaTarget(LoadTarget):
         self._marks = new_marks(memory.lines)
 
     def begin(self) -> None:
-        self._target.begin()
-        self._target.written = self._marks
+        self.target.begin()
+        self.target.written = self._marks
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
         """Write the lines of packets. Raises ProtocolError for one that is damaged."""
@@ -586,13 +586,13 @@ class DeltaTarget(LoadTarget):
 
     def validate(self) -> None:
         self.result()
-        self._target.validate()
+        self.target.validate()
 
     def commit(self) -> None:
-        self._target.commit()
+        self.target.commit()
 
     def discard(self) -> None:
-        self._target.discard()
+        self.target.discard()
 
     def _take(self, name: str, flat: torch.Tensor) -> None:
         if flat.dtype is not torch.uint8 or flat.dim() != 1:
