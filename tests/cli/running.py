@@ -45,11 +45,11 @@ def answer_of(result: Result, code: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def serving_tiny() -> Iterator[str]:
-    """Run `weightsync serve --model tiny`; yields its URL."""
+def serving_tiny(*options: str) -> Iterator[str]:
+    """Run `weightsync serve --model tiny` with further options; yields its URL."""
     environment = {**os.environ, "WEIGHTSYNC_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    arguments = ("serve", "--model", "tiny", "--port", "0")
+    arguments = ("serve", "--model", "tiny", "--port", "0", *options)
     with Child("server", "weightsync", *arguments, environment=environment) as server:
         yield server.find(_URL, START_S)
 

@@ -361,7 +361,7 @@ def test_commands_are_as_they_are_written(page: str) -> None:
 def test_a_command_that_there_is_not_is_found() -> None:
     wrong = {
         "weightsync push x --too http://host": Exception,
-        "weightsync pull x": AssertionError,
+        "weightsync throw x": AssertionError,
         "make dmeo": AssertionError,
         "pip install 'weightsync[sever]'": AssertionError,
         "python -m benchmarks.nothing": AssertionError,

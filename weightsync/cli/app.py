@@ -29,6 +29,7 @@ VERBS = {
     "demo": "Train a model by reinforcement and send its weights to a live server.",
     "bench": "Measure how fast weights move between two processes.",
     "push": "Load a safetensors checkpoint into servers that are running.",
+    "pull": "Write the weights that a server uses as a safetensors checkpoint.",
     "status": "Show what servers hold, and how the last update went.",
     "verify": "Compare the weights that a server holds with a safetensors checkpoint.",
     "certify": "Push a checkpoint, and compare the server with one that loaded it itself.",
@@ -39,6 +40,7 @@ VERBS = {
 EXTRAS = {
     "serve": "server,hf,cli",
     "push": "safetensors,cli",
+    "pull": "hf,cli",
     "status": "cli",
     "verify": "safetensors,cli",
     "certify": "safetensors,cli",

@@ -70,6 +70,14 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     api_servers: Annotated[int, typer.Option(min=1, help="API processes on one socket")] = 1,
     data_parallel: Annotated[int, typer.Option(min=1, help="replicas of the model")] = 1,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="workers that share a replica")] = 1,
+    weights_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of a server with the same token, whose weights are taken at the start; of "
+            "several, the first that can",
+            show_default=False,
+        ),
+    ] = None,
     tensor_ipc: Annotated[
         Literal["direct_rpc", "torch_shm"] | None,
         typer.Option(help="images in messages or shared memory; else WEIGHTSYNC_TENSOR_IPC"),
@@ -121,6 +129,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         access_log=access_log,
         ssl_certfile=str(tls_cert) if tls_cert else None,
         ssl_keyfile=str(tls_key) if tls_key else None,
+        weights_from=tuple(weights_from or ()),
     )
     try:
         _serve(options, host, port, guard.text if guard.made else "", as_json=json_)

@@ -43,6 +43,8 @@ class ServeOptions:
     run on a GPU); auto is cuda where there is one. Processes log to stderr from `log_level` on, a
     line for each update, and with `access_log` every request to stdout. `ssl_certfile` (PEM, with
     its chain) turns on HTTPS; its key, without passphrase, is in the same file or in `ssl_keyfile`.
+    The workers fetch their weights from the first of `weights_from`, URLs of servers, that can send
+    them.
     """
 
     model: str
@@ -60,6 +62,7 @@ class ServeOptions:
     access_log: bool = False
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    weights_from: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         workers = self.data_parallel * self.tensor_parallel

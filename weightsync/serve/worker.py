@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.queues.message_queue import MessageQueue, QueueHandle
-from weightsync.receiver import WeightReceiver
+from weightsync.receiver import WeightReceiver, fetch
 from weightsync.serve import links
 from weightsync.serve.links import end_process
 from weightsync.serve.messages import (
@@ -342,6 +342,7 @@ class Worker:
     ) -> None:
         self._is_first = rank == 0
         self._name = name
+        self._token = options.token
         self._cancel = threading.Event()
         self._link = WorkerLink(rank, core_address=core_address, control_address=control_address)
         self.receiver = WeightReceiver(
@@ -359,6 +360,12 @@ class Worker:
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(steps, rank, codec=step_codec())
         self._link.serve(self._handle, self._state, self.receiver.show_paused)
+
+    def fetch(self, sources: Sequence[str]) -> None:
+        """Take the weights of the first of these servers that can send them, if there are any."""
+        if sources:
+            report = fetch(self.receiver, sources, token=self._token)
+            self._log(f"the weights of {report.receivers[0].source}: {report}")
 
     def run(self) -> None:
         """Make steps until `stop`. Raises PeerLostError when the engine core has died."""
@@ -445,6 +452,7 @@ def main(
 
         signal.signal(signal.SIGTERM, on_term)
         try:
+            worker.fetch(options.weights_from)
             ready(msgspec.msgpack.encode(worker.card))
             worker.run()
         except PeerLostError as exc:

@@ -1,0 +1,93 @@
+"""`weightsync pull`, and a server that begins with the weights of another one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.cli.running import (
+    TOKEN,
+    answer_of,
+    fingerprints,
+    serving_tiny,
+    tiny_tensors,
+    weightsync,
+    write_checkpoint,
+)
+from tests.cli.test_push import held_by, version_of
+from tests.server import live
+from tests.server.live import make_app, serving
+from weightsync.receiver import WeightReceiver
+
+pytestmark = pytest.mark.usefixtures("segments_closed")
+
+
+@pytest.fixture
+def pushed(url: str, tmp_path: Path) -> int:
+    """The version of weights that were pushed into the server."""
+    path = write_checkpoint(tmp_path / "pushed", tiny_tensors(8))
+    return int(answer_of(weightsync("push", path, "--to", url, "--json"))["version"])
+
+
+def test_what_is_pulled_is_what_is_held(url: str, pushed: int, tmp_path: Path) -> None:
+    result = weightsync("pull", url, tmp_path / "a" / "pulled")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"pulled version {pushed} by shared_memory: 0.4 MB in ")
+    held = load_file(tmp_path / "a" / "pulled" / "model.safetensors")
+    assert held_by(url) == fingerprints(held)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["pulled"]
+    assert weightsync("verify", url, tmp_path / "a" / "pulled").exit_code == 0
+    assert weightsync("push", tmp_path / "a" / "pulled", "--to", url).exit_code == 0
+    assert held_by(url) == fingerprints(held)
+
+
+def test_json_is_the_report(url: str, pushed: int, tmp_path: Path) -> None:
+    report = answer_of(weightsync("pull", url, tmp_path / "pulled", "--json"))
+    assert (report["version"], report["verified"]) == (pushed, "arrived")
+    assert report["directory"] == str(tmp_path / "pulled")
+    assert report["receivers"][0]["source"] == url
+
+
+def test_a_directory_that_is_not_empty_stays(url: str, tmp_path: Path) -> None:
+    (tmp_path / "pulled").mkdir()
+    assert weightsync("pull", url, tmp_path / "pulled").exit_code == 0
+    before = (tmp_path / "pulled" / "model.safetensors").stat()
+    result = weightsync("pull", url, tmp_path / "pulled")
+    assert result.exit_code == 2
+    assert "is not empty" in result.stderr
+    assert (tmp_path / "pulled" / "model.safetensors").stat() == before
+
+
+def test_a_server_that_cannot_send_leaves_nothing(tmp_path: Path) -> None:
+    receiver = WeightReceiver(lambda _: None, apply="in_place")
+    with serving(make_app(receiver)) as address:
+        result = weightsync("pull", address, tmp_path / "pulled", token=live.TOKEN)
+    assert result.exit_code == 2
+    assert "keeps no whole copy" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_begins_with_the_weights_of_another(url: str, pushed: int) -> None:
+    nobody = "http://127.0.0.1:9"
+    with serving_tiny("--weights-from", nobody, "--weights-from", url) as other:
+        assert version_of(other) == pushed
+        assert held_by(other) == held_by(url)
+
+
+def test_a_server_whose_source_is_gone_does_not_start() -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "weightsync", "serve", "tiny", "--port", "0"),
+            *("--token", TOKEN, "--weights-from", "http://127.0.0.1:9"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 3
+    assert "http://127.0.0.1:9" in ended.stderr.splitlines()[-1]
