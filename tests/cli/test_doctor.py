@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
 import socket
 import sys
@@ -24,6 +25,7 @@ from tests.shm.processes import OWNER, kill, line_of, private_directory, python,
 from weightsync.backends.base import Backend, Trial
 from weightsync.backends.ipc.backend import IpcBackend
 from weightsync.backends.ipc.memory import ProbeMemory
+from weightsync.backends.nixl.backend import NixlBackend
 from weightsync.backends.registry import get_backend
 from weightsync.backends.tcp import trial as tcp_trial
 from weightsync.backends.tcp.backend import TcpBackend
@@ -104,9 +106,26 @@ def test_a_taken_port_is_a_problem(examined: dict[str, Any]) -> None:
     assert f"127.0.0.1 port {examined['port']}: Address already in use" in finding["seen"]
 
 
+def test_nixl_reads_by_what_ucx_takes(examined: dict[str, Any]) -> None:
+    pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
+    assert examined["paths"]["nixl"] is True
+    chosen, *others = findings_of(examined, "nixl")
+    assert (chosen["level"], chosen["works"]) == ("ok", True)
+    (over_tcp,) = [other for other in others if "UCX_TLS=tcp,self" in other["seen"]]
+    assert (over_tcp["level"], over_tcp["works"]) == ("ok", None)
+    read = r"another process read 32 MiB at [\d.]+ GB/s \([\w -]+, (.*)\)$"
+    assert re.search(read, chosen["seen"])
+    taken = re.search(read, over_tcp["seen"])
+    assert taken
+    assert "tcp/" in taken[1]
+
+
 def test_the_paths_to_another_host_are_in_the_order_of_auto(examined: dict[str, Any]) -> None:
     (finding,) = findings_of(examined, "auto")
     assert "tcp (cost 5)" in finding["seen"]
+    if importlib.util.find_spec("nixl") is not None and not Path("/sys/class/infiniband").exists():
+        why = "no RDMA on both hosts (/sys/class/infiniband), and UCX's TCP is slower than"
+        assert f"tcp (cost 5), then nixl (cost 10: {why}" in finding["seen"]
 
 
 @pytest.mark.gpu
@@ -427,6 +446,28 @@ def test_other_bytes_than_were_sent_are_an_error(monkeypatch: pytest.MonkeyPatch
         pytest.raises(TransferError, match="the bytes that arrived differ"),
     ):
         TcpBackend().read_trial("tcp", offer)
+
+
+def test_transports_that_ucx_lacks_are_a_warning_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
+    monkeypatch.setenv("UCX_TLS", "nonsense")
+    before = psutil.Process().children()
+    finding = doctor.run_trial("nixl", NixlBackend().trials()[0])
+    assert (finding.level, finding.works) == (Level.WARNING, False)
+    assert finding.seen.startswith("UCX's choice (UCX_TLS=nonsense): NIXL failed: ")
+    assert "transport 'nonsense' is not available, please use one or more of: " in finding.seen
+    assert "unset UCX_TLS" in finding.remedy
+    assert psutil.Process().children() == before
+
+
+def test_without_nixl_its_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (finding,) = doctor.try_path("nixl", NixlBackend().trials())
+    assert (finding.level, finding.works) == (Level.OK, False)
+    why = "the package nixl is not installed: pip install 'weightsync[nixl]'"
+    assert finding.seen == f"not tried: {why}"
 
 
 @pytest.mark.parametrize(("is_essential", "level"), [(True, Level.PROBLEM), (False, Level.WARNING)])
