@@ -399,7 +399,7 @@ def check_auto() -> Finding:
         f"{reach.path} (cost {reach.cost:g}{f': {reach.why}' if reach.why else ''})"
         for reach in sorted(found, key=lambda reach: reach.cost)
     )
-    return ok("auto", f"takes to another host like this one: {listed or 'no path'}")
+    return ok("auto", f"to another host: {listed or 'no path'}")
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -55,7 +55,7 @@ class NixlBackend(TcpBackend):
         has_rdma = ours.get("rdma") is True and theirs.get("rdma") is True
         if has_rdma:
             return [Reach("nixl", RDMA_COST, why="both hosts have RDMA devices")]
-        why = f"no RDMA on both hosts ({_RDMA}), and UCX's TCP is slower than plain TCP"
+        why = "without RDMA, UCX is slower than plain TCP"
         return [Reach("nixl", TCP_COST, why=why)]
 
     def make_carrier(self) -> Carrier:
@@ -99,8 +99,8 @@ def _rdma_devices() -> list[str]:
 def _ucx_trials(chosen: str | None) -> list[Trial]:
     """Return the trial of `chosen`, the value of UCX_TLS, and those of sets that should work."""
     remedy = "unset UCX_TLS and UCX_NET_DEVICES, so that UCX chooses from all that it finds"
-    title = "on this host (UCX_TLS is unset)" if chosen is None else f"(UCX_TLS={chosen})"
-    trials = [Trial(path="nixl", title=f"UCX's choice {title}", remedy=remedy)]
+    own = "on this host (UCX_TLS unset)" if chosen is None else f"as it is set (UCX_TLS={chosen})"
+    trials = [Trial(path="nixl", title=own, remedy=remedy)]
     remedies = {"tcp,self": "check the network interfaces (ip link) and UCX_NET_DEVICES"}
     if devices := _rdma_devices():
         rdma = (
@@ -115,7 +115,7 @@ def _ucx_trials(chosen: str | None) -> list[Trial]:
     for transports, remedy in remedies.items():
         title = f"UCX_TLS={transports}"
         if transports == to_others:
-            title = f"UCX's choice to another host ({title})"
+            title = f"to another host ({title})"
         environment = {"UCX_TLS": transports}
         trials.append(Trial(path="nixl", title=title, environment=environment, remedy=remedy))
     return trials

@@ -95,4 +95,4 @@ class TcpBackend(Backend):
 
         with closing(self.make_carrier()) as carrier:
             nbytes_per_s = read_chunks(carrier, offer)
-        return f"another process read {NBYTES >> 20} MiB at {nbytes_per_s / 1e9:.1f} GB/s"
+        return f"{NBYTES >> 20} MiB read at {nbytes_per_s / 1e9:.1f} GB/s"
