@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,41 @@ def test_it_is_preferred_where_both_hosts_have_rdma() -> None:
     (without,) = backend.reach(facts(rdma=True), facts())
     assert (with_rdma.cost, without.cost) == (RDMA_COST, TCP_COST)
     assert RDMA_COST < 5 < TCP_COST
+
+
+def test_the_reason_for_its_cost_is_said() -> None:
+    (with_rdma,) = NixlBackend().reach(facts(rdma=True), facts(rdma=True))
+    (without,) = NixlBackend().reach(facts(), facts(rdma=True))
+    assert with_rdma.why == "both hosts have RDMA devices"
+    assert without.why.startswith("without RDMA, ")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "devices", "sets"),
+    [
+        (None, [], [None, "tcp,self"]),
+        (None, ["mlx5_0"], [None, "^sm", "rc,self", "tcp,self"]),
+        ("tcp,self", [], [None, "tcp,sm,self"]),
+        ("rc,self", ["mlx5_0"], [None, "^sm", "tcp,self", "tcp,sm,self"]),
+    ],
+)
+def test_transports_are_tried_that_should_work(
+    chosen: str | None,
+    devices: list[str],
+    sets: list[str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for device in devices:
+        (tmp_path / device).touch()
+    monkeypatch.setattr("weightsync.backends.nixl.backend._RDMA", tmp_path)
+    monkeypatch.delenv("UCX_TLS")
+    if chosen is not None:
+        monkeypatch.setenv("UCX_TLS", chosen)
+    trials = NixlBackend().trials()
+    assert [trial.environment.get("UCX_TLS") for trial in trials] == sets
+    to_others = [trial for trial in trials if "to another host" in trial.title]
+    assert len(to_others) == (chosen is None)
 
 
 def test_another_version_is_named() -> None:

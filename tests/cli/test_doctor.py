@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import resource
 import socket
 import sys
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from tests.cli.running import answer_of, weightsync
 from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
+from weightsync.backends.base import Backend, Trial
+from weightsync.backends.ipc.backend import IpcBackend
 from weightsync.backends.ipc.memory import ProbeMemory
+from weightsync.backends.nixl.backend import NixlBackend
+from weightsync.backends.registry import get_backend
+from weightsync.backends.tcp import trial as tcp_trial
+from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.cli import doctor
 from weightsync.cli.child import Child
 from weightsync.cli.doctor import Check, Finding, Level, examine, ok
 from weightsync.cli.doctor_helper import Gpu
-from weightsync.errors import BackendUnavailableError, RemoteError
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConnectError,
+    HandleError,
+    RemoteError,
+    TransferError,
+)
 from weightsync.integrations.sglang.files import WeightDirectory, list_homes
 from weightsync.shm.segment import Segment
 
@@ -41,8 +57,10 @@ CHECKS = {
     "ray",
     "port",
     "ptrace",
+    "auto",
     "cuda_ipc",
     "shared_memory",
+    "nixl",
     "tcp",
 }
 HERE = platform.machine() in ("x86_64", "aarch64")
@@ -88,6 +106,28 @@ def test_a_taken_port_is_a_problem(examined: dict[str, Any]) -> None:
     assert f"127.0.0.1 port {examined['port']}: Address already in use" in finding["seen"]
 
 
+def test_nixl_reads_by_what_ucx_takes(examined: dict[str, Any]) -> None:
+    pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
+    assert examined["paths"]["nixl"] is True
+    chosen, *others = findings_of(examined, "nixl")
+    assert (chosen["level"], chosen["works"]) == ("ok", True)
+    (over_tcp,) = [other for other in others if "UCX_TLS=tcp,self" in other["seen"]]
+    assert (over_tcp["level"], over_tcp["works"]) == ("ok", None)
+    read = r"32 MiB read at [\d.]+ GB/s \([\w -]+, (.*)\)$"
+    assert re.search(read, chosen["seen"])
+    taken = re.search(read, over_tcp["seen"])
+    assert taken
+    assert "tcp/" in taken[1]
+
+
+def test_the_paths_to_another_host_are_in_the_order_of_auto(examined: dict[str, Any]) -> None:
+    (finding,) = findings_of(examined, "auto")
+    assert "tcp (cost 5)" in finding["seen"]
+    if importlib.util.find_spec("nixl") is not None and not Path("/sys/class/infiniband").exists():
+        why = "without RDMA, UCX is slower than plain TCP"
+        assert finding["seen"].endswith(f"tcp (cost 5), then nixl (cost 10: {why})")
+
+
 @pytest.mark.gpu
 def test_cuda_ipc_works_between_processes(examined: dict[str, Any]) -> None:
     assert examined["paths"]["cuda_ipc"] is True
@@ -95,7 +135,10 @@ def test_cuda_ipc_works_between_processes(examined: dict[str, Any]) -> None:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    checks = [Check("some", lambda: findings, 10)]
+    checks = [
+        Check(finding.check, partial(list, [finding]), 10, is_path=finding.works is not None)
+        for finding in findings
+    ]
     monkeypatch.setattr(doctor, "make_checks", lambda **_: checks)
 
 
@@ -116,9 +159,15 @@ def test_the_worst_finding_makes_the_exit_code(monkeypatch: pytest.MonkeyPatch) 
     only(monkeypatch, Finding("shm", Level.WARNING, "small", "enlarge it"), ok("cpu", "fine"))
     assert answer_of(weightsync("doctor", "--json"))["level"] == "warning"
     only(monkeypatch, Finding("shm", Level.PROBLEM, "none", "mount it"), ok("cpu", "fine"))
-    answer = answer_of(weightsync("doctor", "--json"), 1)
-    assert answer["paths"] == {"cuda_ipc": False, "shared_memory": False, "tcp": False}
+    answer_of(weightsync("doctor", "--json"), 1)
     assert weightsync("doctor", "--port", "0").exit_code == 2
+
+
+def test_a_path_works_if_a_trial_of_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Finding("other", Level.WARNING, "none", "mend it", works=False)
+    only(monkeypatch, ok("mine", "read", works=True), fails, ok("cpu", "fine"))
+    assert answer_of(weightsync("doctor", "--json"))["paths"] == {"mine": True, "other": False}
+    assert "paths that work here: mine (2 ok, 1 warning)" in weightsync("doctor").stdout
 
 
 def test_a_check_that_crashes_or_hangs_is_a_finding() -> None:
@@ -300,11 +349,12 @@ def test_a_backend_that_cannot_be_imported_is_a_warning_with_its_reason(
 ) -> None:
     assert doctor.check_backends() == []
 
-    def load(name: str) -> None:
+    def load(name: str) -> Backend:
         if name == "fast":
             raise BackendUnavailableError("backend 'fast' cannot be loaded: libfabric.so.1:\ngone")
         if name == "odd":
             raise OSError
+        return get_backend(name)
 
     monkeypatch.setattr(doctor, "backend_names", lambda: ["fast", "ipc", "odd"])
     monkeypatch.setattr(doctor, "get_backend", load)
@@ -363,10 +413,10 @@ def test_memory_with_other_bytes_does_not_count_as_shared() -> None:
     probe = ProbeMemory()
     try:
         wrong = msgspec.structs.replace(probe.info(), digest="0" * 32)
-        reason = doctor.open_by_another([wrong])
+        with pytest.raises(HandleError, match="other bytes"):
+            IpcBackend().read_trial("shared_memory", [msgspec.to_builtins(wrong)])
     finally:
         probe.close()
-    assert "other bytes" in reason
 
 
 def test_a_process_that_dies_says_its_last_words() -> None:
@@ -378,8 +428,56 @@ def test_a_process_that_dies_says_its_last_words() -> None:
     assert helper.has_ended
 
 
-def test_a_loopback_that_does_not_work_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LOOPBACK", "192.0.2.1")  # an address of nobody
-    (finding,) = doctor.try_tcp()
+def test_a_loopback_that_does_not_work_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_trial, "LOOPBACK", "192.0.2.1")  # an address of nobody
+    with (
+        pytest.raises(ConnectError, match=r"192\.0\.2\.1"),
+        TcpBackend().offer_trial("tcp"),
+    ):
+        pass
+
+
+def test_other_bytes_than_were_sent_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TcpBackend().offer_trial("tcp") as offer:
+        assert "GB/s" in TcpBackend().read_trial("tcp", offer)
+    monkeypatch.setattr(tcp_trial, "mix64", lambda chunk: chunk.data_ptr())
+    with (
+        TcpBackend().offer_trial("tcp") as offer,
+        pytest.raises(TransferError, match="the bytes that arrived differ"),
+    ):
+        TcpBackend().read_trial("tcp", offer)
+
+
+def test_transports_that_ucx_lacks_are_a_warning_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
+    monkeypatch.setenv("UCX_TLS", "nonsense")
+    before = psutil.Process().children()
+    finding = doctor.run_trial("nixl", NixlBackend().trials()[0])
     assert (finding.level, finding.works) == (Level.WARNING, False)
-    assert "192.0.2.1" in finding.seen
+    assert finding.seen.startswith("as it is set (UCX_TLS=nonsense): NIXL failed: ")
+    assert "transport 'nonsense' is not available, please use one or more of: " in finding.seen
+    assert "unset UCX_TLS" in finding.remedy
+    assert psutil.Process().children() == before
+
+
+def test_without_nixl_its_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (finding,) = doctor.try_path("nixl", NixlBackend().trials())
+    assert (finding.level, finding.works) == (Level.OK, False)
+    why = "the package nixl is not installed: pip install 'weightsync[nixl]'"
+    assert finding.seen == f"not tried: {why}"
+
+
+@pytest.mark.parametrize(("is_essential", "level"), [(True, Level.PROBLEM), (False, Level.WARNING)])
+def test_a_trial_that_takes_too_long_ends_with_its_processes(
+    is_essential: bool, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "TRIAL_S", 0.01)
+    before = psutil.Process().children()
+    finding = doctor.run_trial("tcp", Trial(path="tcp", remedy="wait", is_essential=is_essential))
+    assert finding == Finding(
+        "tcp", level, "the other process wrote nothing for 0 s", "wait", False
+    )
+    assert psutil.Process().children() == before

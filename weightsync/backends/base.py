@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -42,6 +42,7 @@ __all__ = [
     "TrainerWeightTransferEngine",
     "TransferOptions",
     "TransferProgress",
+    "Trial",
     "WeightTransferEngine",
     "decode_payload",
 ]
@@ -95,17 +96,38 @@ class Reach:
     """One path from a trainer rank to a receiver; `why_not` is the reason if it is unusable.
 
     `cost` compares paths: the time of a transfer as a multiple of one plain copy of host memory.
+    `why` is the reason for the cost, where it depends on the hosts; `weightsync doctor` shows it.
     """
 
     path: str
     cost: float = 100.0
     why_not: str = ""
+    why: str = ""
 
     def __post_init__(self) -> None:
         cost: Any = self.cost
         if not (isinstance(cost, int | float) and cost >= 0):  # no NaN either
             raise ConfigError(f"the cost of {self} is no number that is at least 0")
         expect(self.why_not, str, "Reach.why_not is")
+        expect(self.why, str, "Reach.why is")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A read from one process of this machine by another, which shows whether a path works.
+
+    `environment` has variables for both processes; a trial without them decides whether the path
+    works. `title` tells the trials of one path apart. `why_not` is the reason not to run the
+    trial. `remedy` says what to do if it fails, and `is_essential` that weightsync does not work
+    then.
+    """
+
+    path: str
+    title: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    why_not: str = ""
+    remedy: str = ""
+    is_essential: bool = False
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
@@ -507,6 +529,28 @@ class Backend(ABC):
     def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
         """Test the path with a probe of the trainer engine. Raises HandleError or SegmentError."""
         raise ProtocolError(f"the backend {self.name} has no probes")
+
+    def trials(self) -> Sequence[Trial]:
+        """Return the trials that `weightsync doctor` runs on this machine, none by default.
+
+        Must be quick: it makes no CUDA context and opens no device.
+        """
+        return ()
+
+    def offer_trial(self, path: str) -> AbstractContextManager[Any]:
+        """Offer memory for a trial of `path`; yields what `read_trial` needs, as plain data.
+
+        Called in a process that runs this trial alone. Raises a WeightSyncError if the path fails.
+        """
+        raise NotImplementedError(f"the backend {self.name} has trials, and no offer_trial()")
+
+    def read_trial(self, path: str, offer: Any) -> str:
+        """Read the memory of an offer, compare its bytes, and return a sentence on what was done.
+
+        Called in another process that runs this trial alone. Every wait in it has a timeout. Raises
+        a WeightSyncError if the path fails.
+        """
+        raise NotImplementedError(f"the backend {self.name} has trials, and no read_trial()")
 
 
 def check_plain(data: Any, method: str) -> None:

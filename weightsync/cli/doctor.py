@@ -13,12 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
@@ -26,35 +27,24 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weightsync.backends.ipc.memory import ProbeMemory
+from weightsync.backends.base import Endpoint, Trial
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
-from weightsync.backends.registry import backend_names, get_backend
-from weightsync.backends.tcp.payload import SECRET_NBYTES
-from weightsync.backends.tcp.server import ChunkServer
-from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.backends.registry import backend_names, choose_backends, endpoints, get_backend
 from weightsync.cli.child import Child
-from weightsync.cli.doctor_helper import START_S, TCP_S, Gpu, GpuOffer
+from weightsync.cli.doctor_helper import Gpu, TrialAnswer
 from weightsync.cli.output import FAILED, OK, ending, one_line, print_json
 from weightsync.cli.terminal import text_console
-from weightsync.cuda.handles import expandable_setting
-from weightsync.errors import (
-    BackendUnavailableError,
-    SegmentError,
-    TransferError,
-    WeightSyncError,
-)
+from weightsync.cuda.handles import expandable_setting, has_gpu, is_gpu_attached
+from weightsync.errors import BackendUnavailableError, SegmentError, WeightSyncError
 from weightsync.integrations.sglang.files import list_homes, remove_stale_homes
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import DIRECTORY, PATTERN, find_leftovers, remove_leftovers
 from weightsync.shm.store_order import order_stores
-from weightsync.wire.offers import ProbeInfo
+from weightsync.update.paths import reaches
 
 CHECK_S = 20.0
 TRIAL_S = 60.0
-CONNECT_S = 5.0
-LOOPBACK = "127.0.0.1"
-SHARED_MEMORY, TCP, CUDA_IPC, PTRACE = "shared_memory", "tcp", "cuda_ipc", "ptrace"
-PATHS = (CUDA_IPC, SHARED_MEMORY, TCP)
+PTRACE = "ptrace"
 
 _MIB = 1 << 20
 RING_NBYTES = HOST_BUCKET_NBYTES * HOST_BUCKETS
@@ -67,7 +57,6 @@ OLDEST_TORCH = (2, 11)
 OLDEST_RAY = (2, 40)
 # linux/proc_ns.h: the inodes of the first namespaces of a kernel.
 _FIRST_NAMESPACES = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
-_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 _STAGED = "GPU weights go through host memory instead (the shared_memory path)"
 _ENLARGE = "docker run --shm-size=…, a Memory emptyDir in Kubernetes, or mount -o remount,size=…"
 
@@ -116,11 +105,12 @@ def problem(check: str, seen: str, remedy: str, *, works: bool | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A function that examines one thing, and its time limit."""
+    """A function that examines one thing, and its time limit. `is_path` if it tries a path."""
 
     name: str
     run: Callable[[], Sequence[Finding]]
     limit_s: float = CHECK_S
+    is_path: bool = False
 
 
 def doctor(
@@ -138,20 +128,26 @@ def doctor(
     with ending(as_json=json_):
         findings: list[Finding] = []
         console = text_console()
-        for finding in examine(make_checks(clean=clean, host=host, ports=port or [])):
+        checks = make_checks(clean=clean, host=host, ports=port or [])
+        for finding in examine(checks):
             findings.append(finding)
             if not json_:
                 _print_finding(console, finding)
     worst = max((f.level for f in findings), key=list(Level).index, default=Level.OK)
-    working = [path for path in PATHS if any(f.works for f in findings if f.check == path)]
+    paths = {
+        check.name: any(finding.works for finding in findings if finding.check == check.name)
+        for check in checks
+        if check.is_path
+    }
     if json_:
         answer = {
             "level": worst,
-            "paths": {path: path in working for path in PATHS},
+            "paths": paths,
             "findings": [asdict(finding) for finding in findings],
         }
         print_json(answer)
     else:
+        working = [path for path, works in paths.items() if works]
         console.print(_summary(findings, working), style=_STYLES[worst])
     raise typer.Exit(FAILED if worst is Level.PROBLEM else OK)
 
@@ -192,9 +188,8 @@ def make_checks(*, clean: bool, host: str, ports: Sequence[int]) -> list[Check]:
         # Without a port, whether any port is free.
         Check("port", lambda: [check_port(host, port) for port in ports or (0,)]),
         Check(PTRACE, lambda: try_ptrace(gpu=gpu), TRIAL_S),
-        Check(CUDA_IPC, try_cuda_ipc, 2 * TRIAL_S),
-        Check(SHARED_MEMORY, try_shared_memory, TRIAL_S),
-        Check(TCP, try_tcp, TRIAL_S),
+        Check("auto", lambda: [check_auto()]),
+        *make_path_checks(),
     ]
 
 
@@ -378,16 +373,33 @@ def check_ray() -> Sequence[Finding]:
 
 
 def check_backends() -> Sequence[Finding]:
-    """Return a warning for each registered backend that cannot be imported, none for the others."""
+    """Return a warning for each backend that cannot be imported or tried, none for the others."""
     findings = []
     for name in backend_names():
         try:
-            get_backend(name)
+            list(get_backend(name).trials())
         except Exception as exc:  # noqa: BLE001 - a native library can fail in any way
             seen = f"{name}: {one_line(exc) or type(exc).__name__}"
             remedy = f"install what the reason names, or use another backend than {name!r}"
             findings.append(warning("backend", seen, remedy))
     return findings
+
+
+def check_auto() -> Finding:
+    """Report the order in which `auto` takes paths to another host, and the reason."""
+    backends, _ = choose_backends("auto")
+    facts, _ = endpoints(backends, torch.device("cpu"))
+    found = []
+    for backend in backends:
+        if backend.name in facts:
+            here = Endpoint(keys=[host_key()], facts=facts[backend.name])
+            there = replace(here, keys=["another host"])
+            found += [reach for reach in reaches(backend, here, there) if not reach.why_not]
+    listed = ", then ".join(
+        f"{reach.path} (cost {reach.cost:g}{f': {reach.why}' if reach.why else ''})"
+        for reach in sorted(found, key=lambda reach: reach.cost)
+    )
+    return ok("auto", f"to another host: {listed or 'no path'}")
 
 
 def check_port(host: str, port: int) -> Finding:
@@ -422,18 +434,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 # Checks of GPUs.
 
 
-def has_gpu() -> bool:
-    """Return whether torch is built for an NVIDIA GPU that is attached; calls no driver."""
-    return torch.version.cuda is not None and _is_attached()
-
-
-def _is_attached() -> bool:
-    return any(Path(device).exists() for device in _DEVICES)
-
-
 def check_gpus() -> Sequence[Finding]:
     """Check GPUs with their UUIDs, MIG, and the driver beside torch."""
-    attached, cuda = _is_attached(), torch.version.cuda
+    attached, cuda = is_gpu_attached(), torch.version.cuda
     if cuda is None:
         if not attached:
             return [ok("gpu", "none: torch is built without CUDA")]
@@ -498,10 +501,10 @@ def check_allocator() -> Finding:
 # Trials, each with another process.
 
 
-def run_helper(trial: str, *arguments: str) -> Child:
-    """Start the other process of `trial`, see doctor_helper."""
+def run_helper(task: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Child:
+    """Start another process with a task, see doctor_helper."""
     module = "weightsync.cli.doctor_helper"
-    return Child("other process", module, trial, *arguments, quoted_lines=1)
+    return Child("other process", module, task, *arguments, environment=environment, quoted_lines=1)
 
 
 def receive(helper: Child, kind: type[T]) -> T:
@@ -534,71 +537,44 @@ def judge_ptrace(reason: str, scope: str, *, gpu: bool) -> Finding:
     return warning(PTRACE, f"{seen}: CUDA IPC of expandable segments fails", remedy)
 
 
-def try_cuda_ipc() -> Sequence[Finding]:
-    """Have one process offer memory of every GPU, and another open it and check its bytes."""
-    if not has_gpu():
-        return [ok(CUDA_IPC, "not tried: there is no GPU", works=False)]
+def make_path_checks() -> Iterator[Check]:
+    """Yield a check for each path that a backend has trials of."""
+    for name in backend_names():
+        with suppress(Exception):  # check_backends gives the reason
+            trials = list(get_backend(name).trials())
+            for path in dict.fromkeys(trial.path for trial in trials):
+                own = [trial for trial in trials if trial.path == path]
+                limit_s = (1 + len(own)) * TRIAL_S
+                yield Check(path, partial(try_path, name, own), limit_s, is_path=True)
+
+
+def try_path(backend: str, trials: Sequence[Trial]) -> list[Finding]:
+    """Run the trials of one path, one after the other because they are timed."""
+    return [run_trial(backend, trial) for trial in trials]
+
+
+def run_trial(backend: str, trial: Trial) -> Finding:
+    """Have one process offer memory, and another one read it."""
+    if trial.why_not:
+        return ok(trial.path, f"not tried: {trial.why_not}", works=False)
+    environment = {**os.environ, **trial.environment}
+    title = f"{trial.title}: " if trial.title else ""
     try:
-        with run_helper("offer-gpu-memory") as owner:
-            offer = receive(owner, GpuOffer)
-            reason = offer.why_not or open_by_another(offer.probes)
+        with (
+            run_helper("offer", backend, trial.path, environment=environment) as owner,
+            run_helper("read", backend, trial.path, environment=environment) as reader,
+        ):
+            reader.send(msgspec.json.encode(_answer(owner)))
+            seen = f"{title}{_answer(reader)}"
     except WeightSyncError as exc:
-        reason = str(exc)
-    if not reason:
-        seen = f"another process opened memory on {len(offer.probes)} GPUs and read its bytes"
-        return [ok(CUDA_IPC, seen, works=True)]
-    remedy = (
-        "one container for both (or --ipc=host --pid=host), --cap-add=SYS_PTRACE, no MIG, no "
-        "expandable segments"
-    )
-    return [warning(CUDA_IPC, f"{reason}; {_STAGED}", remedy, works=False)]
+        make = problem if trial.is_essential else warning
+        works = None if trial.environment else False
+        return make(trial.path, f"{title}{one_line(exc)}", trial.remedy, works=works)
+    return ok(trial.path, seen, works=None if trial.environment else True)
 
 
-def try_shared_memory() -> Sequence[Finding]:
-    """Have another process open a segment of this one, and check its bytes."""
-    try:
-        order_stores()
-        with closing(ProbeMemory()) as probe:
-            reason = open_by_another([probe.info()])
-    except WeightSyncError as exc:
-        reason = str(exc)
-    if reason:
-        remedy = "check that /dev/shm is mounted, writable by this user, and not full"
-        return [problem(SHARED_MEMORY, reason, remedy, works=False)]
-    seen = "another process opened a segment of this one and read its bytes"
-    return [ok(SHARED_MEMORY, seen, works=True)]
-
-
-def open_by_another(probes: Sequence[ProbeInfo]) -> str:
-    """Have another process open `probes`; return the reason why that failed, or ""."""
-    with run_helper("open") as helper:
-        helper.send(msgspec.json.encode(probes))
-        return receive(helper, str)
-
-
-def try_tcp() -> Sequence[Finding]:
-    """Have another process read a chunk over loopback, as a receiver on another host does."""
-    try:
-        order_stores()
-        _serve_one_chunk()
-    except WeightSyncError as exc:
-        seen = f"no connection of two processes over {LOOPBACK}: {exc}"
-        remedy = "check the loopback interface (ip link set lo up) and firewalls"
-        return [warning(TCP, seen, remedy, works=False)]
-    return [ok(TCP, f"another process read bytes of this one over {LOOPBACK}", works=True)]
-
-
-def _serve_one_chunk() -> None:
-    secret, sent = os.urandom(SECRET_NBYTES), os.urandom(64)
-    window = ChunkWindow(1, TCP_S)
-    server = ChunkServer(LOOPBACK, secret, window, TCP_S)
-    try:
-        window.begin(1, 1, [0])
-        window.offer(0, memoryview(sent), [])
-        with run_helper("tcp", LOOPBACK, str(server.port), secret.hex()) as helper:
-            received = helper.receive(START_S + TCP_S)
-    finally:
-        window.close()
-        server.close()
-    if received != sent:
-        raise TransferError("the bytes that arrived differ from the bytes that were sent")
+def _answer(helper: Child) -> Any:
+    answer = receive(helper, TrialAnswer)
+    if answer.why_not:
+        raise BackendUnavailableError(answer.why_not)
+    return answer.value

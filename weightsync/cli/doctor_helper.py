@@ -1,28 +1,23 @@
-"""`python -m weightsync.cli.doctor_helper TRIAL …`: the other process of a trial of the doctor."""
+"""`python -m weightsync.cli.doctor_helper TASK …`: another process, which the doctor needs."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import msgspec
-import torch
 
-from weightsync.backends.ipc.memory import ProbeMemory
-from weightsync.backends.tcp.connection import Connection, Request, nothing
 from weightsync.cli.child import take_stdout
-from weightsync.cuda.handles import local_gpu_keys, why_not
-from weightsync.cuda.memory import check_probe
 from weightsync.errors import WeightSyncError
-from weightsync.shm.host_keys import host_key
-from weightsync.wire.offers import ProbeInfo
 
-START_S = 45.0
-"""How long a process may take to import torch and answer."""
+LIMIT_S = 90
+"""The kernel ends a process that takes longer, even in a call of a native library."""
 
-TCP_S = 20.0
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 
 Send = Callable[[bytes], None]
@@ -37,62 +32,51 @@ class Gpu(msgspec.Struct, kw_only=True):
     total_nbytes: int
 
 
-class GpuOffer(msgspec.Struct, kw_only=True):
-    """Probes in the memory of every GPU, or the reason why senders do not share that memory."""
+class TrialAnswer(msgspec.Struct, kw_only=True):
+    """The result of one half of a backend's trial, or the reason why it failed."""
 
-    probes: list[ProbeInfo]
+    value: Any = None
     why_not: str = ""
 
 
-def open_probes(send: Send) -> None:
-    """Open the probes that the next line offers; send the reason why that failed, or ""."""
-    probes = msgspec.json.decode(sys.stdin.buffer.readline(), type=list[ProbeInfo])
-    reason = ""
+def offer_trial(send: Send, backend: str, path: str) -> None:
+    """Send the offer of a backend's trial, and keep its memory until a line arrives."""
+    # It imports torch, which takes a second; not every task needs it.
+    from weightsync.backends.registry import get_backend  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        _send_answer(send, lambda: stack.enter_context(get_backend(backend).offer_trial(path)))
+        sys.stdin.buffer.readline()
+
+
+def read_trial(send: Send, backend: str, path: str) -> None:
+    """Read what the next line offers, and send what was done."""
+    from weightsync.backends.registry import get_backend  # noqa: PLC0415  # as above
+
+    made = get_backend(backend)
+    offer = msgspec.json.decode(sys.stdin.buffer.readline())
+    _send_answer(send, lambda: made.read_trial(path, offer))
+
+
+def _send_answer(send: Send, call: Callable[[], Any]) -> None:
     try:
-        for probe in probes:
-            check_probe(probe, _keys(probe))
+        answer = TrialAnswer(value=call())
     except WeightSyncError as exc:
-        reason = str(exc)
-    send(msgspec.json.encode(reason))
-
-
-def _keys(probe: ProbeInfo) -> list[str]:
-    """Return the device keys of this process; those of GPUs only for a probe on a GPU."""
-    on_gpu = any(not key.startswith("HOST-") for key in probe.handle)
-    return [*(local_gpu_keys() if on_gpu else ()), host_key()]
-
-
-def offer_gpu_memory(send: Send) -> None:
-    """Send a GpuOffer, and keep its memory until a line arrives."""
-    ordinals = local_gpu_keys().values()
-    if reason := why_not():
-        send(msgspec.json.encode(GpuOffer(probes=[], why_not=reason)))
-        return
-    probes = [ProbeMemory(torch.device("cuda", ordinal)) for ordinal in ordinals]
-    send(msgspec.json.encode(GpuOffer(probes=[probe.info() for probe in probes])))
-    sys.stdin.buffer.readline()
+        answer = TrialAnswer(why_not=str(exc) or type(exc).__name__)
+    send(msgspec.json.encode(answer))
 
 
 def list_gpus(send: Send) -> None:
     """Send a list of the GPUs that torch sees."""
+    import torch  # noqa: PLC0415  # as above
+
+    from weightsync.cuda.handles import local_gpu_keys  # noqa: PLC0415  # as above
+
     gpus = []
     for key, ordinal in local_gpu_keys().items():
         found = torch.cuda.get_device_properties(ordinal)
         gpus.append(Gpu(ordinal=ordinal, key=key, name=found.name, total_nbytes=found.total_memory))
     send(msgspec.json.encode(gpus))
-
-
-def read_chunk(send: Send, address: str, port: str, secret: str) -> None:
-    """Read a chunk that the doctor serves, and send back what arrived."""
-    connection = Connection.open(address, int(port), bytes.fromhex(secret), 0, TCP_S)
-    try:
-        connection.send_request(Request(1, 0, is_next=False))
-        frame = connection.next_frame(nothing)
-        received = bytearray(frame.nbytes)
-        connection.read_data(memoryview(received), nothing)
-    finally:
-        connection.close()
-    send(bytes(received))
 
 
 def take_descriptor(send: Send, pid: str, descriptor: str) -> None:
@@ -103,14 +87,14 @@ def take_descriptor(send: Send, pid: str, descriptor: str) -> None:
     send(msgspec.json.encode("" if taken >= 0 else os.strerror(ctypes.get_errno())))
 
 
-TRIALS: dict[str, Callable[..., None]] = {
-    "open": open_probes,
-    "offer-gpu-memory": offer_gpu_memory,
+TASKS: dict[str, Callable[..., None]] = {
+    "offer": offer_trial,
+    "read": read_trial,
     "list-gpus": list_gpus,
-    "tcp": read_chunk,
     "take": take_descriptor,
 }
 
 
 if __name__ == "__main__":
-    TRIALS[sys.argv[1]](take_stdout(), *sys.argv[2:])
+    signal.alarm(LIMIT_S)
+    TASKS[sys.argv[1]](take_stdout(), *sys.argv[2:])

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ _HANDLE_LIMIT = 1024
 _COUNTERS = 10_000
 _COUNTER_FILE = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _OFFSET_LIMIT = 1 << 62
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -83,6 +85,16 @@ def device_keys(device: torch.device) -> list[str]:
 def gpu_key(device: torch.device | int) -> str:
     """Return the device key of a GPU of this process."""
     return normal_key(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def is_gpu_attached() -> bool:
+    """Return whether an NVIDIA GPU is attached to this machine; calls no driver."""
+    return any(Path(device).exists() for device in _DEVICES)
+
+
+def has_gpu() -> bool:
+    """Return whether torch is built for an NVIDIA GPU that is attached; calls no driver."""
+    return torch.version.cuda is not None and is_gpu_attached()
 
 
 def local_gpu_keys() -> dict[str, int]:

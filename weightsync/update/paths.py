@@ -76,7 +76,7 @@ def candidates(
                 reasons.setdefault(name, {})[info.unusable[name]] = None
                 continue
             ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(name))
-            for reach in _reaches(backend, ours, theirs):
+            for reach in reaches(backend, ours, theirs):
                 if reach.why_not:
                     reasons.setdefault(reach.path, {})[reach.why_not] = None
                 elif reach.path not in best or reach.cost < best[reach.path].cost:
@@ -88,7 +88,7 @@ def candidates(
     return [candidate for _, _, candidate in sorted(found, key=lambda entry: entry[:2])]
 
 
-def _reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
+def reaches(backend: Backend, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
     """Return a backend's reaches. Raises ConfigError where it returns anything else.
 
     An error of the method itself is a reason: the facts come from another process.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +14,15 @@ from weightsync.backends.base import (
     Reach,
     TrainerWeightTransferEngine,
     TransferOptions,
+    Trial,
     WeightTransferEngine,
     decode_payload,
 )
 from weightsync.cuda import handles
 from weightsync.cuda.memory import check_probe
+from weightsync.errors import BackendUnavailableError
+from weightsync.shm.host_keys import host_key
+from weightsync.shm.store_order import order_stores
 from weightsync.weights.source import WeightSource
 from weightsync.wire.offers import ProbeInfo
 
@@ -64,6 +69,54 @@ class IpcBackend(Backend):
     def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
         """Open the memory of a probe, and compare it. Raises HandleError or SegmentError."""
         check_probe(decode_payload(payload, ProbeInfo), list(device_keys))
+
+    def trials(self) -> Sequence[Trial]:
+        """Return a trial of each path: memory of every GPU, and a segment."""
+        return [
+            Trial(
+                path="cuda_ipc",
+                why_not="" if handles.has_gpu() else "there is no GPU",
+                remedy="one container for both (or --ipc=host --pid=host), --cap-add=SYS_PTRACE, "
+                "no MIG, no expandable segments; until then GPU weights go through host memory",
+            ),
+            Trial(
+                path="shared_memory",
+                remedy="check that /dev/shm is mounted, writable by this user, and not full",
+                is_essential=True,
+            ),
+        ]
+
+    @contextmanager
+    def offer_trial(self, path: str) -> Iterator[list[ProbeInfo]]:
+        """Yield probes in the memory of every GPU, or one in a segment."""
+        # Receivers do not need it.
+        from weightsync.backends.ipc.memory import ProbeMemory  # noqa: PLC0415
+
+        devices: list[torch.device | None] = [None]
+        if path == "cuda_ipc":
+            devices = [torch.device("cuda", ordinal) for ordinal in _shared_gpus()]
+        else:
+            order_stores()
+        with ExitStack() as stack:
+            yield [stack.enter_context(closing(ProbeMemory(device))).info() for device in devices]
+
+    def read_trial(self, path: str, offer: Any) -> str:
+        """Open the probes of another process."""
+        probes = [decode_payload(probe, ProbeInfo) for probe in offer]
+        gpus = handles.local_gpu_keys() if path == "cuda_ipc" else ()
+        for probe in probes:
+            check_probe(probe, [*gpus, host_key()])
+        if path == "cuda_ipc":
+            return f"another process opened memory on {len(probes)} GPUs and read its bytes"
+        return "another process opened a segment and read its bytes"
+
+
+def _shared_gpus() -> Sequence[int]:
+    """Return the ordinals of all GPUs. Raises BackendUnavailableError without CUDA IPC."""
+    gpus = list(handles.local_gpu_keys().values())
+    if reason := handles.why_not():
+        raise BackendUnavailableError(reason)
+    return gpus
 
 
 def _cuda_ipc(trainer: Endpoint, receiver: Endpoint) -> list[Reach]:
