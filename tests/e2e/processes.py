@@ -88,6 +88,10 @@ class Remote:
     def status(self) -> dict[str, Any]:
         return dict(self._host.ask(self.name, "status"))
 
+    def fetch(self, sources: Sequence[str], **options: Any) -> Any:
+        """Have it fetch the weights of another receiver; return the report as plain data."""
+        return self._host.ask(self.name, "fetch", [list(sources), options])
+
     def sabotage(self, step: sabotage.Step, act: sabotage.Act) -> None:
         """Make its next `step` raise, or end its process."""
         self._host.ask(self.name, "sabotage", [step, act])
@@ -273,6 +277,10 @@ class _Held:
     def digests(self, _: object) -> dict[str, str]:
         hooked = self._place.sink == "hook"
         return models.digests(self.got.items() if hooked else self.model)
+
+    def fetch(self, argument: tuple[Sequence[str], dict[str, Any]]) -> object:
+        sources, options = argument
+        return ws.fetch(self.receiver, sources, **options).to_dict()
 
     def sabotage(self, argument: tuple[sabotage.Step, sabotage.Act]) -> None:
         sabotage.arm(self.receiver, *argument)
