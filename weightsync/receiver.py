@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
@@ -15,13 +15,13 @@ from torch import nn
 from weightsync.arguments import as_seconds
 from weightsync.backends.registry import known_endpoints
 from weightsync.cuda.handles import device_keys
-from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.report import SyncReport
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
 from weightsync.tracebacks import concise
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
-from weightsync.update.fetching import fetch_from
+from weightsync.update.fetching import fetch_from, first_that_can
 from weightsync.update.gate import OnHold, OnRelease
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
@@ -62,8 +62,6 @@ from weightsync.wire.offers import Message
 
 if TYPE_CHECKING:
     from weightsync.update.lending import Lender
-
-logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Message)
 DEFAULT_LEASE_S = 60.0
@@ -384,8 +382,8 @@ def fetch(
     - `to`: a receiver in this process, or what `WeightReceiver` takes: then the weights are loaded
       once, and no receiver stays.
     - `sources`: URLs of receivers, or anything else that `connect` can send to. They are tried in
-      this order, until one has sent its weights. One that is in an update, or whose weights are
-      replaced while they are sent, is asked again, for at most `timeout_s`.
+      this order, until one has sent its weights. Where one passes an update on to other hosts, or
+      replaces its weights while it sends them, all are tried again, for at most `timeout_s`.
     - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`.
 
     `to` gets the version and the label of the source, whatever it held before.
@@ -413,13 +411,8 @@ def fetch(
                 transport.close()
 
     try:
-        *others, last = targets_of(sources, "sources=")
-        for source in others:
-            try:
-                return fetch_once(source)
-            except WeightSyncError as exc:
-                logger.warning("nothing was fetched from %s: %s", source, exc)
-        return fetch_once(last)
+        attempts = [partial(fetch_once, source) for source in targets_of(sources, "sources=")]
+        return first_that_can(attempts, timeout_s)
     finally:
         if receiver is not to:
             receiver.close()

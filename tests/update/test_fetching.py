@@ -171,14 +171,13 @@ class TestFetch:
             thread.join()
         assert all(digests(model) == digests(source.trainer) for model in models)
 
-    def test_the_next_source_is_asked(self, made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_next_source_is_asked(self, made: Any) -> None:
         source = made(make("plain", 1), make("plain"))
         held = make("plain", 2)
         gone = "http://127.0.0.1:9/nobody"
         report = ws.fetch(held, [gone, source.receiver], token="x")
         assert digests(held) == digests(source.trainer)
         assert report.receivers[0].source == "WeightReceiver.handle"
-        assert gone in caplog.text
 
     def test_no_source_at_all(self) -> None:
         with pytest.raises(ws.ConfigError, match="sources="):
@@ -348,9 +347,13 @@ class TestBadPeers:
         assert digests(held) == digests(source.trainer)
 
 
+def check_nothing() -> None:
+    pass
+
+
 class TestMailbox:
     def test_a_turn_that_is_repeated_has_the_same_answer(self) -> None:
-        mailbox = lending.Mailbox(None)
+        mailbox = lending.Mailbox(None, check_nothing)
         replies: list[Reply] = []
         thread = threading.Thread(
             target=lambda: replies.append(mailbox.call(StatusRequest(), timeout_s=TIMEOUT_S))
@@ -369,7 +372,7 @@ class TestMailbox:
             mailbox.take(first)
 
     def test_a_reply_that_is_none(self) -> None:
-        mailbox = lending.Mailbox(None)
+        mailbox = lending.Mailbox(None, check_nothing)
         errors: list[Exception] = []
 
         def call() -> None:
@@ -386,7 +389,7 @@ class TestMailbox:
         assert [type(error) for error in errors] == [ws.ProtocolError]
 
     def test_calls_end_in_time(self) -> None:
-        mailbox = lending.Mailbox(None)
+        mailbox = lending.Mailbox(None, check_nothing)
         with pytest.raises(TransportTimeout):
             mailbox.call(StatusRequest(), timeout_s=0.1)
         mailbox.close()
@@ -395,8 +398,8 @@ class TestMailbox:
 
     @pytest.mark.parametrize("address", ["192.0.2.1", "nowhere", "", "::2"])
     def test_an_address_of_others_is_not_taken(self, address: str) -> None:
-        assert lending.Mailbox(address).local_address is None
-        assert lending.Mailbox("127.0.0.1").local_address == "127.0.0.1"
+        assert lending.Mailbox(address, check_nothing).local_address is None
+        assert lending.Mailbox("127.0.0.1", check_nothing).local_address == "127.0.0.1"
 
 
 class TestJoining:

@@ -319,6 +319,11 @@ class WeightTransferEngine(ABC):
         It is called only between `init_transfer_engine` and `shutdown`.
         """
 
+    @property
+    def feeds_others(self) -> bool:
+        """Whether other receivers get the bytes of an update from this one now. For any thread."""
+        return False
+
     def usage(self) -> list[SharedMemoryUsage]:
         """List the shared memory that this engine holds open. Any thread may call it."""
         return []

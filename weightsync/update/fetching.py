@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -57,9 +57,30 @@ _ALLOWED = (
     StatusRequest,
 )
 """The requests of a sender; a source may make no others."""
+_PASSING = (NotReadyError, VerificationError, UpdateConflictError)
+"""Errors of a source that is in an update, or that has replaced the weights meanwhile."""
 _AGAIN_S = 0.2
-"""Pause before a source is asked again that was in an update, or whose weights were replaced."""
 _CALL_TIMEOUT_S = 30.0
+
+
+def first_that_can(attempts: Sequence[Callable[[], SyncReport]], timeout_s: float) -> SyncReport:
+    """Return the report of the first attempt to fetch that succeeds.
+
+    Where a source is in an update, or has replaced the weights meanwhile, all are tried again, for
+    at most `timeout_s`. Raises the error of the last one.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        errors: list[WeightSyncError] = []
+        for attempt in attempts:
+            try:
+                return attempt()
+            except WeightSyncError as exc:
+                errors.append(exc)
+                logger.info("nothing was fetched: %s", exc)
+        if time.monotonic() > deadline or not any(isinstance(e, _PASSING) for e in errors):
+            raise errors[-1]
+        time.sleep(_AGAIN_S)
 
 
 def fetch_from(
@@ -67,21 +88,11 @@ def fetch_from(
 ) -> SyncReport:
     """Fetch from `source`; `handle` is the fetching receiver, `target` its name in the report.
 
-    Raises the source's errors. Where it is in an update, or has replaced the weights meanwhile, it
-    is asked again, for at most `timeout_s`.
+    Raises the source's errors.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            report = _Fetch(source, handle, backend, timeout_s).run()
-        except (NotReadyError, VerificationError, UpdateConflictError) as exc:
-            if time.monotonic() > deadline:
-                raise
-            logger.info("fetching from %s again: %s", source.target, exc)
-            time.sleep(_AGAIN_S)
-        else:
-            receivers = [replace(r, target=target, source=source.target) for r in report.receivers]
-            return replace(report, receivers=tuple(receivers))
+    report = _Fetch(source, handle, backend, timeout_s).run()
+    receivers = [replace(r, target=target, source=source.target) for r in report.receivers]
+    return replace(report, receivers=tuple(receivers))
 
 
 class _Fetch:

@@ -13,8 +13,8 @@ from weightsync.report import SyncReport
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import CallThreads
-from weightsync.update.fetching import fetch_from
-from weightsync.update.fleet import Fleet, Member, MemberReply
+from weightsync.update.fetching import fetch_from, first_that_can
+from weightsync.update.fleet import Fleet, MemberReply
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import Reply, Request, Status, StatusRequest
 
@@ -102,20 +102,17 @@ class Joining:
         def distance(source: MemberReply) -> bool:
             return source.status.device_keys[-1:] != status.device_keys[-1:]
 
-        *others, last = sorted(sources, key=distance)
-        for source in others:
-            try:
-                return self._waiting(partial(self._fetch_from, source.member, worker, handle))
-            except WeightSyncError as exc:
-                logger.warning("%s: %s", worker.target, exc)
-        return self._waiting(partial(self._fetch_from, last.member, worker, handle))
-
-    def _fetch_from(
-        self, source: Member, worker: Transport, handle: Callable[[Request], Reply]
-    ) -> SyncReport:
-        return fetch_from(
-            source.transport, handle, target=worker.target, timeout_s=self._fleet.timeout_s
-        )
+        attempts = [
+            partial(
+                fetch_from,
+                source.member.transport,
+                handle,
+                target=worker.target,
+                timeout_s=timeout_s,
+            )
+            for source in sorted(sources, key=distance)
+        ]
+        return self._waiting(partial(first_that_can, attempts, timeout_s))
 
     def _waiting(self, call: Callable[[], SyncReport]) -> SyncReport:
         """Call in a thread, and keep the other ranks waiting meanwhile."""

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
@@ -37,7 +37,14 @@ from weightsync.update.fleet import Fleet
 from weightsync.update.paths import PathSelector
 from weightsync.update.session import ReceiverSession
 from weightsync.wire import codec
-from weightsync.wire.messages import CALL_OF, FetchReply, FetchRequest, Reply, Request
+from weightsync.wire.messages import (
+    CALL_OF,
+    FetchReply,
+    FetchRequest,
+    Reply,
+    Request,
+    UpdateRequest,
+)
 from weightsync.wire.problem import from_problem, to_problem
 
 logger = logging.getLogger(__name__)
@@ -46,6 +53,8 @@ MAX_FETCHES = 8
 """Receivers that fetch from one receiver at the same time."""
 POLL_S = 1.0
 """How long a call waits for a request to the caller."""
+_LOOK_S = 0.05
+"""How often it is looked whether an update of others has begun."""
 _SILENT_S = 10.0
 """A receiver that has not called for so long is gone."""
 _KEPT_S = 60.0
@@ -101,7 +110,7 @@ class _Fetch:
 
     def __init__(self, session: ReceiverSession, request: FetchRequest) -> None:
         self.ended_at = 0.0
-        self.mailbox = Mailbox(request.address)
+        self.mailbox = Mailbox(request.address, self._check_free)
         self._session = session
         self._backend, self._timeout_s = request.backend, request.timeout_s
 
@@ -120,6 +129,7 @@ class _Fetch:
             self.ended_at = time.monotonic()
 
     def _send(self) -> SyncReport:
+        self._check_free()
         with self._session.reading(_READING_S):
             lent = LentWeights(self._session)
         backends, unusable = choose_backends(self._backend)
@@ -137,6 +147,16 @@ class _Fetch:
             finally:
                 with suppress(WeightSyncError):
                     coordinator.membership.disconnect(leaves=True)
+
+    def _check_free(self) -> None:
+        """Raise NotReadyError where this would slow down an update of other receivers."""
+        session = self._session
+        if session.senders.feeds_others:
+            raise NotReadyError(
+                "this receiver passes an update on to others; fetch from another one, or after it",
+                state=session.lifecycle.state.value,
+                update_id=session.lifecycle.update_id,
+            )
 
     def _fleet(self, group: RankGroup) -> Fleet:
         return Fleet(group, [self.mailbox], timeout_s=self._timeout_s, drops=False, yields=True)
@@ -213,11 +233,12 @@ class Mailbox(BaseTransport):
     """A Transport to a receiver that polls for its requests; `take` answers its polls.
 
     `address` is the one at which that receiver reaches this host. Calls raise ConnectError when it
-    has not polled for 10 s.
+    has not polled for 10 s, and updates what `check` raises.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, check: Callable[[], None]) -> None:
         super().__init__("the receiver that fetches")
+        self._check = check
         self.local_address = address if address and _is_ours(address) else None
         self._changed = threading.Condition()
         self._waiting: deque[_Call] = deque()
@@ -231,6 +252,7 @@ class Mailbox(BaseTransport):
         self._count(len(codec.encode(request)))
         deadline = time.monotonic() + timeout_s
         call = _Call(request)
+        wait_s = _LOOK_S if isinstance(request, UpdateRequest) else POLL_S
         with self._changed:
             self._waiting.append(call)
             self._changed.notify_all()
@@ -239,12 +261,14 @@ class Mailbox(BaseTransport):
                 if self._closed or now - self._heard_at > _SILENT_S:
                     self._withdraw(call)
                     raise ConnectError(f"{self.target} does not call any more")
-                if now > deadline:
+                if now >= deadline:
                     self._withdraw(call)
                     raise TransportTimeout(
                         f"{self.target}: no reply to {CALL_OF[type(request)]} in {timeout_s:g} s"
                     )
-                self._changed.wait(min(deadline - now, POLL_S) + 0.01)
+                if isinstance(request, UpdateRequest):
+                    self._check()
+                self._changed.wait(min(deadline - now, wait_s))
         if call.error is not None:
             raise call.error
         assert call.reply is not None

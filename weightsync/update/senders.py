@@ -175,6 +175,12 @@ class Senders:
         if engine is not None:
             _logged(engine, "finish_weight_update")
 
+    @property
+    def feeds_others(self) -> bool:
+        """Whether other receivers get the bytes of the open update from this one."""
+        engine = self._receiving
+        return engine is not None and engine.feeds_others
+
     def get(self, sender: str) -> WeightTransferEngine:
         """Return a sender's engine. Raises UnknownSenderError for one that is not connected."""
         connection = self._connections.get(sender)

@@ -60,7 +60,7 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         self._control: Control | None = None
         self._relay: HostRelay | None = None
         self._whole_sizes: list[int] = []
-        self._at_work = False
+        self._at_work = self._feeds_others = False
 
     def check_init_info(self, init_info: InitInfo) -> None:
         """Decode the payload. Raises ProtocolError."""
@@ -102,7 +102,7 @@ class TcpWeightTransferEngine(WeightTransferEngine):
             return self._inner.receive_weights(info, context)
         relay_update = _relay_update(info, update, membership.shape, self._whole_sizes)
         relay.submit(relay_update)
-        self._at_work = True
+        self._at_work, self._feeds_others = True, bool(update.followers)
 
         def check() -> None:
             context.check()
@@ -120,7 +120,7 @@ class TcpWeightTransferEngine(WeightTransferEngine):
                 raise cause from exc
             raise
         finally:
-            self._at_work = False
+            self._at_work = self._feeds_others = False
         return received
 
     def sender_alive(self) -> bool | None:
@@ -138,6 +138,11 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         control = self._control
         if self._at_work and control is not None:
             control.beat_writer()
+
+    @property
+    def feeds_others(self) -> bool:
+        """Whether a host reads the chunks of an update that are received now."""
+        return self._feeds_others
 
     def usage(self) -> list[SharedMemoryUsage]:
         """Return the mappings of this engine. A member owns its ring."""
