@@ -151,6 +151,18 @@ class TestOtherHosts:
         chain.trainer.send(seed=2)
         check_all_hold(chain.trainer, 2, [*present, joining])
 
+    def test_a_source_that_feeds_another_host_does_not_lend(self, chain: Chain) -> None:
+        first, last, joining = chain.receivers
+        chain.receivers = [first, last]
+        chain.connect()
+        chain.trainer.send(seed=1)
+        chain.begin(2)
+        with pytest.raises(ws.NotReadyError, match="passes an update on"):
+            joining.fetch([first.url], timeout_s=0.05)
+        joining.fetch([first.url, last.url], timeout_s=TIMEOUT_S)
+        assert chain.trainer.end().version == 2
+        check_all_hold(chain.trainer, 2, [first, last, joining])
+
     def test_a_source_that_dies_in_the_middle(self, chain: Chain) -> None:
         """The next source sends; nothing of the first one's stays."""
         *present, joining = chain.receivers
