@@ -146,15 +146,21 @@ def test_one_that_joins_disturbs_nobody(network: HostNetwork) -> None:
         host.call(cleanup_stale)
 
 
+@pytest.mark.parametrize(
+    "count", [1, 3, *(pytest.param(count, marks=pytest.mark.soak) for count in (2, 4, 8))]
+)
 @backends
-def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str) -> None:
+def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str, count: int) -> None:
     with ExitStack() as stack:
-        chain = Chain(network, stack)
+        if count >= len(network.hosts):
+            network = stack.enter_context(host_network(count + 1))
+        chain = Chain(network, stack, count=count)
         chain.connect(backend=backend)
         chain.trainer.send(seed=1)
         before = sent_nbytes(network)
         report = chain.trainer.send(seed=2)
         sent = sent_nbytes(network) - before
+        print(f"{backend}, {count} hosts: {sent / report.nbytes:.4f} x the model left the trainer")
         assert report.nbytes < sent < 1.02 * report.nbytes
         check_all_hold(chain.trainer, 2, chain.receivers)
 
