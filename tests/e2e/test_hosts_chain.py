@@ -102,6 +102,18 @@ def test_hosts_that_are_killed_cost_only_themselves(
     check_all_hold(chain.trainer, 3, rest)
 
 
+def test_hosts_that_are_killed_side_by_side_are_not_waited_for(chain: Chain) -> None:
+    """The host before them holds chunks for a follower that may come: 180 s here."""
+    chain.connect(timeout_s=240.0)
+    chain.trainer.send(seed=1)
+    chain.begin(2)
+    for victim in (1, 2):
+        chain.hosts[victim].kill()
+    report = chain.trainer.end()
+    assert list(report.dropped) == [remote.url for remote in chain.receivers[1:]]
+    check_all_hold(chain.trainer, 2, chain.receivers[:1])
+
+
 def test_a_host_that_stands_still_is_gone_round(chain: Chain) -> None:
     chain.connect()
     chain.trainer.send(seed=1)
