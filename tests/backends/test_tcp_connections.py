@@ -374,6 +374,7 @@ def test_hosts_are_told_which_others_are_lost() -> None:
         with connected(server, place=5) as leaves:
             for each in (stays, leaves):
                 each.send_liveness([1])
+            wait_until(lambda: {*server._connections.values()} == {3, 4, 5})
             window.begin(1, 1, [3, 4, 5])
             wait_until(lambda: server.liveness(5) == [1])
             assert stays.poll_frame() is None

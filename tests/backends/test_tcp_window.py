@@ -246,6 +246,18 @@ def test_a_host_gets_the_next_update_in_which_it_takes_part() -> None:
     assert cursor.epoch == 3
 
 
+def test_a_host_that_reads_elsewhere_now_does_not_take_the_place_of_a_nearer_one() -> None:
+    """Its connection from the last update stays open until the message of this one arrives."""
+    one = window([SECOND])
+    one.begin(2, 4, [FIRST, SECOND, THIRD])
+    assert one.attach(SECOND, 1, 0, is_next=True) is None
+    offer(one, 0, 1)
+    first = one.attach(FIRST, 1, 0, is_next=True)
+    assert first is not None
+    take(one, first)
+    assert has_room(one, 2)
+
+
 def test_an_update_that_has_not_begun_is_waited_for() -> None:
     one = window([FIRST])
     assert one.attach(FIRST, 2, 0, is_next=False) is None

@@ -165,7 +165,7 @@ class ChunkServer:
         """Tell a host which hosts of the newest update are lost, each once."""
         epoch, members = self._window.epoch, self._window.members
         with self._lock:
-            lost = members.difference(self._connections.values())
+            lost = set(members).difference(self._connections.values())
         for place in lost:
             if (epoch, place) not in told:
                 told.add((epoch, place))

@@ -68,7 +68,7 @@ class ChunkWindow:
         self._lost = {(of, place) for of, place in self._lost if of >= epoch}
         waited_for = [place for place in followers if (epoch, place) not in self._lost]
         self._followers = waited_for if chunks else []
-        self.members = frozenset(followers)
+        self.members = tuple(followers)
         self._again = again
         self._data: dict[int, memoryview] = {}
         self._fingerprints: list[Sequence[int]] = []
@@ -178,10 +178,11 @@ class ChunkWindow:
     ) -> Cursor | None:
         """Return a cursor of the host at `place`, None until the update that it asks for is here.
 
-        With `is_next` that is the first update after `epoch` that follows this host with `place`.
+        With `is_next` that is the first update after `epoch` whose first follower is `place`: a
+        host that comes later in the chain reads from the one before it, and leaves this connection.
         """
         with self._changed:
-            comes = self.epoch > epoch and place in self.members
+            comes = self.epoch > epoch and self.members[:1] == (place,)
             if not (comes if is_next else self.epoch >= epoch):
                 self._changed.wait(_LOOK_S)
                 return None
