@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import select
 import socket
 import statistics
 import struct
@@ -25,11 +23,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +36,7 @@ from torch import nn
 
 import weightsync as ws
 from benchmarks.changes import at_random
+from benchmarks.links import Links, set_congestion
 from benchmarks.receiving import serve_until_killed
 from tests.hosts.namespaces import Host, HostNetwork, host_network, netns_problem
 from weightsync.cli.bench_receiver import make_model, smollm2, total_nbytes
@@ -53,113 +50,7 @@ WARM_DELTAS = 2
 """Deltas that are not counted: the first ones compile loops and touch memory."""
 RAW_NBYTES = 16 << 20
 """Bytes of the raw exchange that is not counted: TCP learns the rate of the link."""
-GSO_SEGMENTS = 8
-"""Packets that the kernel passes as one: few interrupts, and 1 ms of a link of 100 Mbit/s."""
-_FRAME_NBYTES = 1 << 17
-_VNET = struct.Struct("<BBHHHH")
-_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _SO_RCVBUFFORCE = 263, 15, 23, 33
-_ETH_P_ALL = 3
 _LENGTH = struct.Struct("<Q")
-_GIVEN_UP_S = 5.0
-
-
-@dataclass(slots=True)
-class _Direction:
-    """The packets from one end of the link to the other: when each arrives, and its bytes."""
-
-    source: socket.socket
-    target: socket.socket
-    waiting: deque[tuple[float, bytes]] = field(default_factory=deque)
-    free_at: float = 0.0
-    nbytes: int = 0
-    dropped: int = 0
-
-
-class Link:
-    """Passes packets between two hosts, each direction at `rate` bits/s, `delay_s` late.
-
-    A packet that would wait longer than `queue_s` for the packets before it is dropped. The hosts
-    are taken from the switch of their network.
-    """
-
-    def __init__(
-        self, hosts: tuple[Host, Host], *, rate: float, delay_s: float, queue_s: float
-    ) -> None:
-        self._rate, self._delay_s, self._queue_s = rate, delay_s, queue_s
-        ends = []
-        for host in hosts:
-            host.cut()
-            for space, device, own in host.ends():
-                if own:
-                    line = f"link set dev {device} gso_max_segs {GSO_SEGMENTS}"
-                    space.tool(["ip", "-batch", "-"], [line])
-                else:
-                    ends.append(space.call(partial(_packet_socket, device)))
-        self.directions = _Direction(ends[0], ends[1]), _Direction(ends[1], ends[0])
-        self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop to pass packets."""
-        self._wake.close()
-        self._thread.join(_GIVEN_UP_S)
-        for direction in self.directions:
-            direction.source.close()
-        self._woken.close()
-
-    def _run(self) -> None:
-        by_socket = {direction.source: direction for direction in self.directions}
-        watched = [*by_socket, self._woken]
-        while True:
-            due = [d.waiting[0][0] for d in self.directions if d.waiting]
-            wait_s = max(0.0, min(due) - time.monotonic()) if due else None
-            for ready in select.select(watched, [], [], wait_s)[0]:
-                if ready is self._woken:
-                    return
-                self._take(by_socket[ready])
-            now = time.monotonic()
-            for direction in self.directions:
-                while direction.waiting and direction.waiting[0][0] <= now:
-                    _send(direction.target, direction.waiting.popleft()[1])
-
-    def _take(self, direction: _Direction) -> None:
-        with suppress(BlockingIOError):
-            while True:
-                frame = direction.source.recv(_FRAME_NBYTES)
-                now, nbytes = time.monotonic(), _wire_nbytes(frame)
-                if direction.free_at - now > self._queue_s:
-                    direction.dropped += 1
-                    continue
-                direction.free_at = max(now, direction.free_at) + nbytes * 8 / self._rate
-                direction.nbytes += nbytes
-                direction.waiting.append((direction.free_at + self._delay_s, frame))
-
-
-def _packet_socket(device: str) -> socket.socket:
-    """Return a socket for the packets that arrive at a device, with their offload headers."""
-    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
-    opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
-    opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
-    opened.bind((device, _ETH_P_ALL))
-    opened.setblocking(False)
-    return opened
-
-
-def _send(target: socket.socket, frame: bytes) -> None:
-    with suppress(OSError):  # a host that is going down
-        target.send(frame)
-
-
-def _wire_nbytes(frame: bytes) -> int:
-    """Return the bytes on the wire of a frame, which may be several packets in one."""
-    _, kind, header, size, _, _ = _VNET.unpack_from(frame)
-    nbytes = len(frame) - _VNET.size
-    if not kind or not size:
-        return nbytes
-    packets: int = math.ceil((nbytes - header) / size)
-    return nbytes + (packets - 1) * int(header)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,13 +169,13 @@ def _answer_raw(listener: socket.socket) -> None:
 
 
 @contextmanager
-def linked(network: HostNetwork, args: argparse.Namespace, congestion: str) -> Iterator[Link]:
+def linked(network: HostNetwork, args: argparse.Namespace, congestion: str) -> Iterator[Links]:
     """Lay the link between the two hosts of a network, and set their congestion control."""
     round_trip_s = args.round_trip_ms / 1e3
     trainer, receiver = network.hosts
     for host in (trainer, receiver):
-        _set_congestion(host, congestion)
-    link = Link(
+        set_congestion(host, congestion)
+    link = Links(
         (trainer, receiver),
         rate=args.mbit * 1e6,
         delay_s=round_trip_s / 2,
@@ -294,18 +185,6 @@ def linked(network: HostNetwork, args: argparse.Namespace, congestion: str) -> I
         yield link
     finally:
         link.close()
-
-
-def _set_congestion(host: Host, congestion: str) -> None:
-    """Set the congestion control of a host's connections, by its route."""
-    name, _, kept = congestion.partition("+")
-    subnet = host.address.rpartition(".")[0]
-    for space, device, own in host.ends():
-        if own:
-            line = f"route replace {subnet}.0/24 dev {device} src {host.address} congctl {name}"
-            space.tool(["ip", "-batch", "-"], [line])
-    after_idle = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-    host.call(partial(after_idle.write_text, "0" if kept else "1"))
 
 
 def measure(args: argparse.Namespace, congestion: str) -> Result:
@@ -324,8 +203,8 @@ def measure(args: argparse.Namespace, congestion: str) -> Result:
         if client.returncode:
             raise RuntimeError(f"{client.args!r} ended with {client.returncode}")
         told = json.loads(out.strip().splitlines()[-1])
-        dropped = sum(direction.dropped for direction in link.directions)
-        nbytes = sum(direction.nbytes for direction in link.directions)
+        dropped = sum(uplink.dropped for uplink in link.uplinks)
+        nbytes = sum(uplink.nbytes for uplink in link.uplinks)
         print(f"{congestion}: {nbytes} bytes on the link, {dropped} drops", file=sys.stderr)
     updates = [Update(**update) for update in told["updates"]]
     deltas = [update for update in updates if update.is_delta]

@@ -37,10 +37,14 @@ BYTES = memoryview(bytes(range(200)))
 
 @contextmanager
 def serving(
-    address: str = "127.0.0.1", *, patience_s: float = PATIENCE_S, slots: int = 4
+    address: str = "127.0.0.1",
+    *,
+    patience_s: float = PATIENCE_S,
+    slots: int = 4,
+    tells_lost: bool = False,
 ) -> Iterator[tuple[ChunkServer, ChunkWindow]]:
     window = ChunkWindow(slots, patience_s)
-    server = ChunkServer(address, SECRET, window, patience_s)
+    server = ChunkServer(address, SECRET, window, patience_s, tells_lost=tells_lost)
     try:
         yield server, window
     finally:
@@ -359,6 +363,28 @@ def test_signs_of_life_arrive_by_place() -> None:
             wait_until(lambda: server.liveness(4) == [3, 2])
         assert server.liveness(6) == []
         wait_until(lambda: server.liveness(4) == [])
+
+
+def test_hosts_are_told_which_others_are_lost() -> None:
+    with (
+        serving(tells_lost=True) as (server, window),
+        connected(server, place=3) as stays,
+        connected(server, place=4) as reads,
+    ):
+        with connected(server, place=5) as leaves:
+            for each in (stays, leaves):
+                each.send_liveness([1])
+            wait_until(lambda: {*server._connections.values()} == {3, 4, 5})
+            window.begin(1, 1, [3, 4, 5])
+            wait_until(lambda: server.liveness(5) == [1])
+            assert stays.poll_frame() is None
+        assert stays.next_frame(nothing) == Frame(FrameKind.LOST, epoch=1, chunk=5)
+        window.begin(2, 1, [3, 4, 5])
+        assert stays.next_frame(nothing) == Frame(FrameKind.LOST, epoch=2, chunk=5)
+        assert window._followers == [3, 4]
+        window.offer(0, BYTES, [])
+        reads.send_request(Request(2, 0, is_next=False))
+        assert reads.next_frame(nothing).kind is FrameKind.CHUNK, "it is told nothing between"
 
 
 def descriptors() -> int:

@@ -108,6 +108,56 @@ def test_its_successor_is_waited_for_when_it_is_lost() -> None:
     assert has_room(one, 2)
 
 
+def test_successors_that_are_lost_as_well_are_not_waited_for() -> None:
+    one = window([FIRST, SECOND, THIRD])
+    offer(one, 0, 1)
+    first = attach(one, FIRST)
+    one.lose(SECOND, 1)
+    one.detach(first)
+    assert not has_room(one, 2), "the third may come"
+    one.lose(THIRD, 1)
+    assert has_room(one, 2)
+
+
+def test_a_host_that_reads_is_not_lost_by_hearsay() -> None:
+    one = window([FIRST, SECOND])
+    offer(one, 0, 1)
+    first = attach(one, FIRST)
+    one.lose(FIRST, 1)
+    take(one, first)
+    one.detach(first)
+    assert not has_room(one, 2), "the second takes its place"
+
+
+def test_a_host_may_be_lost_before_its_update_begins_here() -> None:
+    one = window([FIRST])
+    one.lose(FIRST, 2)
+    offer(one, 0, 1)
+    assert not has_room(one, 2), "it takes part in this update"
+    one.begin(2, 4, [FIRST])
+    offer(one, 0, 1)
+    assert has_room(one, 2)
+    one.begin(3, 4, [FIRST])
+    offer(one, 0, 1)
+    assert not has_room(one, 2), "it has joined again"
+
+
+def test_a_successor_that_is_too_late_for_its_chunk_is_not_waited_for() -> None:
+    """It reads from another source, and serves those after it."""
+    one = window([FIRST, SECOND, THIRD])
+    offer(one, 0, 1)
+    first = attach(one, FIRST)
+    take(one, first)
+    one.make_room(2, lambda: None)
+    offer(one, 2)
+    late = attach(one, SECOND)
+    assert kind_of(one.next(late)) is FrameKind.GONE
+    one.detach(late)
+    take(one, first)
+    one.detach(first)
+    assert has_room(one, 3)
+
+
 def test_one_that_has_connected_again_is_not_lost() -> None:
     """Its former connection is found to be dead when the new one reads already."""
     one = window([FIRST, SECOND])
@@ -194,6 +244,18 @@ def test_a_host_gets_the_next_update_in_which_it_takes_part() -> None:
     cursor = one.attach(FIRST, 1, 0, is_next=True)
     assert cursor is not None
     assert cursor.epoch == 3
+
+
+def test_a_host_that_reads_elsewhere_now_does_not_take_the_place_of_a_nearer_one() -> None:
+    """Its connection from the last update stays open until the message of this one arrives."""
+    one = window([SECOND])
+    one.begin(2, 4, [FIRST, SECOND, THIRD])
+    assert one.attach(SECOND, 1, 0, is_next=True) is None
+    offer(one, 0, 1)
+    first = one.attach(FIRST, 1, 0, is_next=True)
+    assert first is not None
+    take(one, first)
+    assert has_room(one, 2)
 
 
 def test_an_update_that_has_not_begun_is_waited_for() -> None:

@@ -34,12 +34,14 @@ TOYS: dict[str, list[str]] = {
         "--hosts",
         "2",
     ],
+    "lossy": ["--hosts", "2", "--kill", "1", "--delay-ms", "2", "--mbit", "100", "--rounds", "1"],
 }
 SAID = {
     "distributed": "broadcast",
     "fleet": "packed",
     "profile_update": "| copy | ",
     "scaling": "1000 Mbit/s",
+    "lossy": "| medians |",
 }
 SERVING = ["--mbytes", "2", "--rounds", "1", "--repeats", "1", "--seconds", "1", "--side", "64"]
 FOUND = {
@@ -53,7 +55,7 @@ FOUND = {
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_benchmark_runs(name: str, shm_clean: None) -> None:
-    if name == "scaling" and (problem := netns_problem() or limit_problem()):
+    if name in ("scaling", "lossy") and (problem := netns_problem() or limit_problem()):
         pytest.skip(f"hosts cannot be made here: {problem}")
     assert SAID[name] in run(name, *TOYS[name])
 

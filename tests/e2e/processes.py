@@ -30,9 +30,12 @@ import torch
 import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
 from tests.e2e import models, sabotage
+from tests.side_by_side import mount_own_shm
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 WAIT_S = 60.0
+NIXL_OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_LOG_LEVEL": "error"}
+"""Environment of processes that are hosts of their own. UCX reads it once for each process."""
 PIPES = 8
 """Concurrent calls to a process, each on a pipe of its own."""
 
@@ -161,14 +164,17 @@ class Host:
 
 
 @contextmanager
-def host() -> Iterator[Host]:
-    """Start a process of receivers, which ends with the context in any case."""
+def host(*, apart: bool = False) -> Iterator[Host]:
+    """Start a process of receivers, which ends with the context in any case.
+
+    With `apart` it has a /dev/shm of its own, so that it is a host of its own to weightsync.
+    """
     pairs = [CONTEXT.Pipe() for _ in range(PIPES)]
     # asyncio turns Nagle's algorithm off only where the protocol is spelled out.
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
-        process = CONTEXT.Process(target=_serve, args=([c for _, c in pairs], listener))
+        process = CONTEXT.Process(target=_serve, args=([c for _, c in pairs], listener, apart))
         process.start()
         port = listener.getsockname()[1]
     for _, child in pairs:
@@ -319,9 +325,12 @@ class _Served:
         return getattr(held, what)(argument)
 
 
-def _serve(pipes: list[Connection], listener: socket.socket) -> None:
+def _serve(pipes: list[Connection], listener: socket.socket, apart: bool = False) -> None:
     from tests.e2e.serving import serve_http
 
+    if apart:
+        mount_own_shm()
+        os.environ.update(NIXL_OVER_TCP)
     torch.set_num_threads(1)
     served = _Served()
     served.on_make, stop = serve_http(listener)

@@ -1,7 +1,8 @@
 """Phase by phase, who dies or fails: survivors hold one known version, and the next update heals.
 
 Three receivers: the victim and one more load as the case says, the third is staged. Every fleet
-mixes callbacks and HTTP. The update that is hit sends the whole model, or is a delta.
+mixes callbacks and HTTP. The update that is hit sends the whole model, or is a delta. With `nixl`
+each receiver is a host of its own, and the victim is the middle one of the chain.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -21,6 +23,7 @@ from tests.e2e import models, processes, trainers
 from tests.e2e.models import digests, fill, touch
 from tests.e2e.processes import Apply, Host, Remote, wait_until
 from tests.e2e.relays import Relay
+from tests.hosts.namespaces import netns_problem
 from weightsync.wire.messages import FinishRequest, InitRequest, UpdateRequest
 
 Phase = Literal["init", "start", "middle", "prepared", "finish", "between"]
@@ -43,10 +46,12 @@ class Case:
     apply: Apply
     packed: bool
     delta: bool = False
+    backend: str = "auto"
 
     @property
     def name(self) -> str:
         path = "packed" if self.packed else "unpacked"
+        path = path if self.backend == "auto" else self.backend
         kind = "-delta" if self.delta else ""
         return f"{self.phase}-{self.fault}-{self.apply}-{path}{kind}".replace(" ", "_")
 
@@ -105,6 +110,15 @@ QUICK_DELTAS = {
 }
 
 
+QUICK_NIXL = {
+    ("start", "receiver raises", "staged", False),
+    ("middle", "receiver dies", "staged", False),
+    ("middle", "receiver dies", "in_place", True),
+    ("middle", "receiver cut off", "in_place", False),
+    ("finish", "receiver dies", "staged", True),
+}
+
+
 def cases() -> Iterator[Any]:
     for phase, fault, apply in itertools.product(PHASES, FAULTS, APPLIES):
         if fault == "receiver raises" and phase == "prepared":
@@ -116,16 +130,20 @@ def cases() -> Iterator[Any]:
             quick = cell in (QUICK_DELTAS if delta else QUICK)
             case = Case(*cell, delta)
             yield pytest.param(case, id=case.name, marks=() if quick else pytest.mark.soak)
+        for delta in kinds:
+            quick = (phase, fault, apply, delta) in QUICK_NIXL
+            case = Case(phase, fault, apply, True, delta, "nixl")
+            yield pytest.param(case, id=case.name, marks=() if quick else pytest.mark.soak)
 
 
 class Fleet:
     """Three receivers of version 1, the victim in a process of its own."""
 
-    def __init__(self, case: Case, ours: Host, theirs: Host) -> None:
+    def __init__(self, case: Case, ours: Host, theirs: Host, last: Host) -> None:
         first = theirs.receiver("http", apply=case.apply, model="plain")
         self.victim = Relay(first, "the-victim")
         second = ours.receiver("callback", apply=case.apply, model="plain")
-        third = ours.receiver("http", apply="staged", model="plain")
+        third = last.receiver("http", apply="staged", model="plain")
         self.survivors = [Relay(second, "second"), Relay(third, "third")]
         self.relays = [self.survivors[0], self.victim, self.survivors[1]]
         self.model = models.make("plain", seed=1)
@@ -204,15 +222,40 @@ def connected(case: Case, fleet: Fleet) -> Iterator[ws.WeightSender]:
         to=fleet.relays,
         timeout_s=TIMEOUT_S,
         delta="always" if case.delta else "off",
+        backend=case.backend,
         **(PACKED if case.packed else UNPACKED),
     ) as sender:
+        assert (sender.path == "nixl") is (case.backend == "nixl")
         yield sender
 
 
+@pytest.fixture(scope="module")
+def apart_processes() -> Iterator[list[Host]]:
+    pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
+    if problem := netns_problem():
+        pytest.skip(f"hosts cannot be made here: {problem}")
+    with ExitStack() as stack:
+        yield [stack.enter_context(processes.host(apart=True)) for _ in range(3)]
+
+
+@pytest.fixture
+def apart(
+    apart_processes: list[Host], monkeypatch: pytest.MonkeyPatch, shm_clean: None
+) -> Iterator[list[Host]]:
+    """Processes of receivers which are hosts of their own, for `nixl`; used again by all tests."""
+    for name, value in {**processes.NIXL_OVER_TCP, "WEIGHTSYNC_ADDRESS": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    yield apart_processes
+    for each in apart_processes:
+        each.forget()
+
+
 @pytest.mark.parametrize("case", list(cases()))
-def test_a_receiver_fails(host: Host, case: Case) -> None:
-    with processes.host() as theirs, ExitStack() as stack:
-        fleet = Fleet(case, host, theirs)
+def test_a_receiver_fails(case: Case, request: pytest.FixtureRequest) -> None:
+    is_apart = case.backend == "nixl"
+    hosts = request.getfixturevalue("apart") if is_apart else [request.getfixturevalue("host")]
+    with processes.host(apart=is_apart) as theirs, ExitStack() as stack:
+        fleet = Fleet(case, hosts[0], theirs, hosts[-1])
         if case.delta:
             sender = stack.enter_context(connected(case, fleet))
             sender.send_weights()
@@ -242,7 +285,7 @@ def test_a_receiver_fails(host: Host, case: Case) -> None:
             assert held <= case.holds
 
         if case.fault == "receiver dies":
-            again = stack.enter_context(processes.host())
+            again = stack.enter_context(processes.host(apart=is_apart))
             fleet.victim.redirect(again.receiver("callback", apply=case.apply, model="plain"))
         fleet.victim.cut = fleet.victim.deaf = False
         if case.phase == "init":
@@ -286,25 +329,37 @@ LONG = {
 DELTAS = ("middle-packed", "prepared", "between")
 
 
-@pytest.mark.parametrize(
-    ("phase", "apply", "delta"),
-    [
-        pytest.param(
-            *cell,
-            id="-".join([*cell[:2], *["delta"] * cell[2]]),
-            marks=pytest.mark.soak if cell in LONG else (),
-        )
-        for cell in itertools.product(TRAINERS, APPLIES, (False, True))
-        if cell[0] in DELTAS or not cell[2]
-    ],
-)
-def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply, delta: bool) -> None:
+QUICK_NIXL_DEATHS = {("middle-packed", "staged", False), ("between", "in_place", False)}
+
+
+def deaths() -> Iterator[Any]:
+    for phase, apply, delta in itertools.product(TRAINERS, APPLIES, (False, True)):
+        if delta and phase not in DELTAS:
+            continue
+        cell = (phase, apply, delta)
+        name = "-".join([phase, apply, *["delta"] * delta])
+        marks = pytest.mark.soak if cell in LONG else ()
+        yield pytest.param(*cell, "auto", id=name, marks=marks)
+        # The nine tensors before that death are a coded delta that fills no bucket.
+        if phase != "middle-unpacked" and cell != ("middle-packed", "in_place", True):
+            marks = () if cell in QUICK_NIXL_DEATHS else pytest.mark.soak
+            yield pytest.param(*cell, "nixl", id=f"{name}-nixl", marks=marks)
+
+
+@pytest.mark.parametrize(("phase", "apply", "delta", "backend"), list(deaths()))
+def test_the_trainer_is_killed(
+    request: pytest.FixtureRequest, phase: str, apply: Apply, delta: bool, backend: str
+) -> None:
     """It dies in its first update, of the whole model, or in its second one, which is a delta."""
+    is_apart = backend == "nixl"
+    hosts = request.getfixturevalue("apart") if is_apart else [request.getfixturevalue("host")]
     die, states = TRAINERS[phase]
+    if is_apart:
+        die = partial(trainers.over_nixl, die)
     receivers = [
-        host.receiver("http", apply=apply, model="plain"),
-        host.receiver("http", apply="staged", model="plain"),
-        host.receiver("http", apply=apply, model="plain"),
+        hosts[0].receiver("http", apply=apply, model="plain"),
+        hosts[len(hosts) // 2].receiver("http", apply="staged", model="plain"),
+        hosts[-1].receiver("http", apply=apply, model="plain"),
     ]
     first, theirs = models.make("plain", seed=1), models.make("plain", seed=1 if delta else 7)
     if delta:
@@ -312,7 +367,7 @@ def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply, delta: bool
     known = {1: digests(first), 2: digests(theirs)}
     urls = [receiver.url for receiver in receivers]
     if not delta:
-        with ws.connect(first, to=urls) as sender:
+        with ws.connect(first, to=urls, backend=backend) as sender:
             sender.send_weights()
     assert processes.ended(die, urls, *[delta] * delta) == KILLED
 
@@ -328,7 +383,8 @@ def test_the_trainer_is_killed(host: Host, phase: str, apply: Apply, delta: bool
         assert phase == "finish" or waiting
         assert all((s["version"], s["prepared_version"]) == (1, 2) for s in waiting)
 
-    with ws.connect(first, to=urls, delta="always" if delta else "off") as sender:
+    options: dict[str, Any] = {"delta": "always" if delta else "off", "backend": backend}
+    with ws.connect(first, to=urls, **options) as sender:
         for receiver in receivers:
             whole(receiver, known, may_be_torn=apply == "in_place" and not committed)
         assert {r.status()["version"] for r in receivers} == {2 if committed else 1}

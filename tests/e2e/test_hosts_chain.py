@@ -102,6 +102,18 @@ def test_hosts_that_are_killed_cost_only_themselves(
     check_all_hold(chain.trainer, 3, rest)
 
 
+def test_hosts_that_are_killed_side_by_side_are_not_waited_for(chain: Chain) -> None:
+    """The host before them holds chunks for a follower that may come: 180 s here."""
+    chain.connect(timeout_s=240.0)
+    chain.trainer.send(seed=1)
+    chain.begin(2)
+    for victim in (1, 2):
+        chain.hosts[victim].kill()
+    report = chain.trainer.end()
+    assert list(report.dropped) == [remote.url for remote in chain.receivers[1:]]
+    check_all_hold(chain.trainer, 2, chain.receivers[:1])
+
+
 def test_a_host_that_stands_still_is_gone_round(chain: Chain) -> None:
     chain.connect()
     chain.trainer.send(seed=1)
@@ -146,15 +158,21 @@ def test_one_that_joins_disturbs_nobody(network: HostNetwork) -> None:
         host.call(cleanup_stale)
 
 
+@pytest.mark.parametrize(
+    "count", [1, 3, *(pytest.param(count, marks=pytest.mark.soak) for count in (2, 4, 8))]
+)
 @backends
-def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str) -> None:
+def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str, count: int) -> None:
     with ExitStack() as stack:
-        chain = Chain(network, stack)
+        if count >= len(network.hosts):
+            network = stack.enter_context(host_network(count + 1))
+        chain = Chain(network, stack, count=count)
         chain.connect(backend=backend)
         chain.trainer.send(seed=1)
         before = sent_nbytes(network)
         report = chain.trainer.send(seed=2)
         sent = sent_nbytes(network) - before
+        print(f"{backend}, {count} hosts: {sent / report.nbytes:.4f} x the model left the trainer")
         assert report.nbytes < sent < 1.02 * report.nbytes
         check_all_hold(chain.trainer, 2, chain.receivers)
 

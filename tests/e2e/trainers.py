@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import BUCKET_NBYTES
+from tests.e2e.processes import NIXL_OVER_TCP
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.ring import Control
 from weightsync.transports.http import HttpTransport
@@ -204,6 +206,13 @@ DEATHS: tuple[Callable[[str], None], ...] = (
     while_its_memory_is_read,
     after_prepared,
 )
+
+
+def over_nixl(die: Callable[..., None], urls: list[str], *delta: bool) -> None:
+    """Run one of the functions below with the backend `nixl`."""
+    os.environ.update(NIXL_OVER_TCP, WEIGHTSYNC_ADDRESS="127.0.0.1")
+    ws.connect = partial(ws.connect, backend="nixl")  # in a process of its own
+    die(urls, *delta)
 
 
 def _fleet_that_dies(urls: list[str], kind: type) -> None:

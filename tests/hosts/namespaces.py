@@ -92,6 +92,11 @@ class Host:
         """The IPv6 address, or None where the kernel has no IPv6."""
         return self._link.address6
 
+    @property
+    def mac(self) -> str:
+        """The address of its network device."""
+        return self._link.mac
+
     def popen(
         self,
         argv: Sequence[Arg],

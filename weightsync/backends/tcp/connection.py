@@ -31,6 +31,7 @@ _HELLO_MAGIC = 0x7773_6801
 _HEARTBEAT, _GET, _GET_NEXT, _LIVENESS, _ACK = range(5)
 """Kinds of what a reading host sends."""
 _MAX_READERS = 4096
+_PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _TICK_S = 0.2
 """How long a call of the kernel blocks at most; then the caller's check runs."""
 _CONNECT_S = 5.0
@@ -62,10 +63,14 @@ class FrameKind(IntEnum):
     FAILED = 4
     GONE = 5
     DESCRIBES = 6
+    LOST = 7
 
 
 class Frame(NamedTuple):
-    """The head of a frame; `chunk` of `chunks`, `nbytes` after `num_fingerprints`."""
+    """The head of a frame; `chunk` of `chunks`, `nbytes` after `num_fingerprints`.
+
+    In a frame LOST `chunk` is the place of a host that the sender lost.
+    """
 
     kind: FrameKind
     epoch: int = 0
@@ -171,7 +176,7 @@ class Connection:
     def is_open(self) -> bool:
         """Whether the peer has not closed the connection, as far as is known; never blocks."""
         try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            return bool(self._socket.recv(1, _PEEK))
         except BlockingIOError:
             return True
         except OSError:
@@ -220,6 +225,21 @@ class Connection:
         """Wait for the head of the next frame. `check` raises to end the wait."""
         head = bytearray(_HEAD.size)
         self._receive(memoryview(head), check)
+        return self._frame_of(head)
+
+    def poll_frame(self) -> Frame | None:
+        """Return the head of a frame that has arrived, None without one; never blocks.
+
+        A connection that broke has none. Raises ProtocolError.
+        """
+        try:
+            if len(self._socket.recv(_HEAD.size, _PEEK)) < _HEAD.size:
+                return None
+            return self._frame_of(self._socket.recv(_HEAD.size))
+        except OSError:
+            return None
+
+    def _frame_of(self, head: bytes | bytearray) -> Frame:
         magic, kind, *numbers = _HEAD.unpack(head)
         if magic != _FRAME_MAGIC or kind not in FrameKind._value2member_map_:
             raise ProtocolError("the connection carries something else than chunks")

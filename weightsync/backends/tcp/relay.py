@@ -204,9 +204,13 @@ class HostRelay:
         connection = self._connection
         if connection is not None:
             connection.send_heartbeat()
-        control = self._control
-        self._alive.send_liveness([control.liveness(reader) for reader in range(control.readers)])
-        lost = not self._alive.is_open
+        control, alive = self._control, self._alive
+        alive.send_liveness([control.liveness(reader) for reader in range(control.readers)])
+        with suppress(ProtocolError):
+            while (frame := alive.poll_frame()) is not None:
+                if frame.kind is FrameKind.LOST:
+                    self.window.lose(frame.chunk, frame.epoch)
+        lost = not alive.is_open
         if lost != control.sender_lost:
             control.sender_lost = int(lost)
 

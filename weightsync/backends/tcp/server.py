@@ -35,9 +35,10 @@ class ChunkServer:
     """A port of `address` at which hosts that know `secret` read the chunks of `window`.
 
     A thread accepts, and each connection has one. `carrier` moves the bytes, by default in the
-    stream. A connection that never asks for anything shows
-    its other end that this process lives. Raises ConnectError where the address is none of this
-    host's.
+    stream. A connection that never asks for anything shows its other end that this process lives.
+    With `tells_lost`, for the sender, all hosts of an update have such a connection, and are told
+    over it which of them have none any more: they do not wait for these. Raises ConnectError where
+    the address is none of this host's.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class ChunkServer:
         window: ChunkWindow,
         patience_s: float,
         carrier: Carrier | None = None,
+        *,
+        tells_lost: bool = False,
     ) -> None:
+        self._tells_lost = tells_lost
         self._carrier = carrier or InStream()
         self._secret = secret
         self._window = window
@@ -140,8 +144,15 @@ class ChunkServer:
     def _serve(self, connection: Connection, place: int) -> None:
         request: Request | None = None
         has_metadata = False
+        told: set[tuple[int, int]] = set()
+
+        def is_over() -> bool:
+            if self._tells_lost and connection.liveness:
+                self._tell_lost(connection, told)
+            return self._closed
+
         while True:
-            request = request or connection.wait_for_request(lambda: self._closed)
+            request = request or connection.wait_for_request(is_over)
             if request is None:
                 return
             if not has_metadata:
@@ -149,6 +160,17 @@ class ChunkServer:
                 has_metadata = True
             cursor = self._attach(connection, place, request)
             request = None if cursor is None else self._send_update(connection, cursor)
+
+    def _tell_lost(self, connection: Connection, told: set[tuple[int, int]]) -> None:
+        """Tell a host which hosts of the newest update are lost, each once."""
+        epoch, members = self._window.epoch, self._window.members
+        with self._lock:
+            lost = set(members).difference(self._connections.values())
+        for place in lost:
+            if (epoch, place) not in told:
+                told.add((epoch, place))
+                self._window.lose(place, epoch)
+                connection.send_frame(Frame(FrameKind.LOST, epoch, place), (), NO_BYTES)
 
     def _attach(self, connection: Connection, place: int, request: Request) -> Cursor | None:
         """Wait for the update that is asked for; answer GONE where it does not begin in time."""

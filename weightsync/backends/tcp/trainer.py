@@ -305,7 +305,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
         carrier = self._carrier = self._make_carrier()
         carrier.register(self._ring.buckets)
-        self._server = ChunkServer(self._address, self._secret, self._window, patience_s, carrier)
+        self._server = ChunkServer(
+            self._address, self._secret, self._window, patience_s, carrier, tells_lost=True
+        )
 
 
 class _UplinkProgress:

@@ -47,9 +47,10 @@ class ChunkWindow:
 
     The one thread that fills it calls `begin`, then `make_room` and `offer` for each chunk, then
     `complete`. `make_room` waits for the hosts that read, and for the nearest follower, as long as
-    `hold_s`: that host may come late, or take the place of one that died. `again` reads a chunk
-    that is no longer in the window. A process whose update fails for itself calls `fail`, and one
-    that learns that the sender gave it up, `abort`.
+    `hold_s`: that host may come late, or take the place of one that died. It does not wait for
+    hosts that are lost (`lose`), or that have asked for a chunk which is no longer here. `again`
+    reads a chunk that is no longer in the window. A process whose update fails for itself calls
+    `fail`, and one that learns that the sender gave it up, `abort`.
     """
 
     def __init__(self, slots: int, hold_s: float) -> None:
@@ -58,13 +59,16 @@ class ChunkWindow:
         self._changed = threading.Condition()
         self._cursors: set[Cursor] = set()
         self._close_now = False
+        self._lost: set[tuple[int, int]] = set()
         self._reset(0, 0, [], None)
 
     def _reset(self, epoch: int, chunks: int, followers: list[int], again: Read | None) -> None:
         self.epoch = epoch
         self._chunks = chunks
-        self._followers = followers if chunks else []
-        self._members = frozenset(followers)
+        self._lost = {(of, place) for of, place in self._lost if of >= epoch}
+        waited_for = [place for place in followers if (epoch, place) not in self._lost]
+        self._followers = waited_for if chunks else []
+        self.members = tuple(followers)
         self._again = again
         self._data: dict[int, memoryview] = {}
         self._fingerprints: list[Sequence[int]] = []
@@ -174,25 +178,54 @@ class ChunkWindow:
     ) -> Cursor | None:
         """Return a cursor of the host at `place`, None until the update that it asks for is here.
 
-        With `is_next` that is the first update after `epoch` that follows this host with `place`.
+        With `is_next` that is the first update after `epoch` whose first follower is `place`: a
+        host that comes later in the chain reads from the one before it, and leaves this connection.
         """
         with self._changed:
-            comes = self.epoch > epoch and place in self._members
+            comes = self.epoch > epoch and self.members[:1] == (place,)
             if not (comes if is_next else self.epoch >= epoch):
                 self._changed.wait(_LOOK_S)
                 return None
             cursor = Cursor(place, self.epoch if is_next else epoch, first, stop)
             if cursor.epoch == self.epoch:
-                self._cursors.add(cursor)
-                if place in self._followers:
+                if self._is_gone(first):
+                    self._drop_from(place)
+                else:
+                    self._cursors.add(cursor)
                     self._drop_before(place)
             return cursor
+
+    def _is_gone(self, chunk: int) -> bool:
+        """Whether a chunk was here, and cannot be had any more."""
+        is_old = chunk < len(self._fingerprints) and chunk not in self._data
+        return is_old and self._again is None
+
+    def _drop_from(self, place: int) -> None:
+        """Do not wait for a host that reads from another source, and serves those after it."""
+        if place in self._followers:
+            self._followers = self._followers[: self._followers.index(place)]
+            self._changed.notify_all()
 
     def _drop_before(self, place: int) -> None:
         """Wait no more for followers that are nearer than the one that came."""
         # One that comes later finds what is in the window, or goes to another source.
-        self._followers = self._followers[self._followers.index(place) :]
-        self._changed.notify_all()
+        if place in self._followers:
+            self._followers = self._followers[self._followers.index(place) :]
+            self._changed.notify_all()
+
+    def lose(self, place: int, epoch: int) -> None:
+        """Do not wait in update `epoch`, which may begin later, for a host that is lost.
+
+        Where it reads here its connection shows when it is gone. A host that comes is served.
+        """
+        with self._changed:
+            if any(cursor.place == place for cursor in self._cursors):
+                return
+            if epoch > self.epoch:
+                self._lost.add((epoch, place))
+            elif epoch == self.epoch and place in self._followers:
+                self._followers.remove(place)
+                self._changed.notify_all()
 
     def detach(self, cursor: Cursor) -> None:
         """Forget a cursor. After a host that was lost the window waits for the next follower.
