@@ -13,6 +13,7 @@ WeightSyncError
 |  |  +- SenderReplacedError  another sender has taken the receiver from this one
 |  +- UpdateConflictError     .state .update_id: this step does not fit the receiver's state
 +- NotReadyError              the receiver may not generate now: .state .update_id
+|  +- SourceBusyError         weights cannot be fetched from this receiver now
 +- TransportError             the control plane failed
 |  +- ConnectError
 |  +- TransportTimeout       also a TimeoutError
@@ -225,6 +226,10 @@ class NotReadyError(WeightSyncError):
         self.state = state
         self.update_id = update_id
         super().__init__(message)
+
+
+class SourceBusyError(NotReadyError):
+    """The receiver from which weights are fetched is in an update, or replaced them meanwhile."""
 
 
 class TransportError(WeightSyncError):

@@ -21,7 +21,7 @@ from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
 from weightsync.tracebacks import concise
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
-from weightsync.update.fetching import fetch_from, first_that_can
+from weightsync.update.fetch_client import fetch_from, fetch_from_first
 from weightsync.update.gate import OnHold, OnRelease
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
@@ -61,7 +61,7 @@ from weightsync.wire.messages import (
 from weightsync.wire.offers import Message
 
 if TYPE_CHECKING:
-    from weightsync.update.lending import Lender
+    from weightsync.update.fetch_server import FetchServer
 
 R = TypeVar("R", bound=Message)
 DEFAULT_LEASE_S = 60.0
@@ -143,8 +143,8 @@ class WeightReceiver:
             ResumeRequest: self._resume,
             FetchRequest: self._fetch,
         }
-        self._lending = threading.Lock()
-        self._lender: Lender | None = None
+        self._fetches_lock = threading.Lock()
+        self._fetch_server: FetchServer | None = None
 
     def __repr__(self) -> str:
         lifecycle = self._session.lifecycle
@@ -249,7 +249,7 @@ class WeightReceiver:
                 shared_memory=usage,
                 senders=session.senders.paths(),
                 owner=owner,
-                lends=session.load_targets.lends(lifecycle.weights_id),
+                fetchable=session.load_targets.fetchable(lifecycle.weights_id),
                 backends=backends,
                 unusable_backends=unusable_backends,
             )
@@ -294,8 +294,8 @@ class WeightReceiver:
         `for_good`: later init and start messages raise ProtocolError. Otherwise a sender may init
         again.
         """
-        with self._lending:
-            lender, self._lender = self._lender, None
+        with self._fetches_lock:
+            lender, self._fetch_server = self._fetch_server, None
         if lender is not None:
             lender.close()
         self._session.close(for_good=for_good)
@@ -340,13 +340,13 @@ class WeightReceiver:
 
     def _fetch(self, request: FetchRequest) -> FetchReply:
         self._session.check_open()
-        with self._lending:
-            if self._lender is None:
+        with self._fetches_lock:
+            if self._fetch_server is None:
                 # A receiver needs no modules of the sender until another one fetches from it.
-                from weightsync.update.lending import Lender  # noqa: PLC0415
+                from weightsync.update.fetch_server import FetchServer  # noqa: PLC0415
 
-                self._lender = Lender(self._session)
-            lender = self._lender
+                self._fetch_server = FetchServer(self._session, self.instance)
+            lender = self._fetch_server
         return lender.answer(request)
 
     def _reset_cache(self, _: ResetCacheRequest) -> Status:
@@ -383,26 +383,27 @@ def fetch(
       once, and no receiver stays.
     - `sources`: URLs of receivers, or anything else that `connect` can send to. They are tried in
       this order, until one has sent its weights. Where one passes an update on to other hosts, or
-      replaces its weights while it sends them, all are tried again, for at most `timeout_s`.
+      replaces its weights while it sends them, all are tried again, for `timeout_s` or three times.
     - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`.
 
     `to` gets the version and the label of the source, whatever it held before.
 
-    Raises the error of the last source: ConnectError, NotReadyError, ManifestMismatchError,
-    VerificationError, ConfigError for one that keeps no whole copy; SenderConflictError where `to`
-    belongs to a living sender. `to` is then as it was, unless it loads in place.
+    Raises the errors of the sources as one: SourceBusyError, ConnectError, NotReadyError,
+    ManifestMismatchError, VerificationError, ConfigError for one that keeps no whole copy. Raises
+    SenderConflictError where `to` belongs to a living sender, UpdateConflictError where another
+    sender has updated it meanwhile. `to` is then as it was, unless it loads in place.
     """
     timeout_s = as_seconds("timeout_s", timeout_s)
     transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
     receiver = to if isinstance(to, WeightReceiver) else WeightReceiver(to)
 
-    def fetch_once(source: Target) -> SyncReport:
+    def attempt(source: Target) -> SyncReport:
         workers = transports.every(source)  # each has the same weights
         try:
             return fetch_from(
                 workers[0],
                 receiver.dispatch,
-                target=repr(to) if receiver is to else type(to).__name__,
+                target=f"{type(to).__name__} of this process",
                 backend=backend,
                 timeout_s=timeout_s,
             )
@@ -411,8 +412,8 @@ def fetch(
                 transport.close()
 
     try:
-        attempts = [partial(fetch_once, source) for source in targets_of(sources, "sources=")]
-        return first_that_can(attempts, timeout_s)
+        attempts = [partial(attempt, source) for source in targets_of(sources, "sources=")]
+        return fetch_from_first(attempts, receiver.status, timeout_s)
     finally:
         if receiver is not to:
             receiver.close()

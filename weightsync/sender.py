@@ -418,10 +418,11 @@ class WeightSender:
 
     @concise
     def add(self, target: Target) -> SyncReport | None:
-        """Add a receiver, and send it the current version if there is one.
+        """Add a receiver, and bring it to the current version if there is one.
 
-        The source must still hold the weights of that version. Raises the same errors as `connect`
-        and `resync`; the fleet is then as it was.
+        It fetches that from a receiver of the fleet. Where none can send it, the source does, which
+        must then still hold the weights of that version. Returns the report, None where nothing had
+        to be sent. Raises the same errors as `connect` and `resync`; the fleet is then as it was.
         """
         return self._run("add", lambda leading: leading.add(self._make_transport(target)))
 

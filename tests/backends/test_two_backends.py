@@ -153,7 +153,7 @@ def test_a_receiver_that_could_not_join_the_ring_of_its_host_tries_again() -> No
             with pytest.raises(ConnectError):
                 sender.send_weights()
             beside.cut = False
-            for inits in (2, 3, 3):  # as a member of its own at first
+            for inits in (3, 4, 4):  # by the other one, then as a member of its own at first
                 model.step()
                 sender.send_weights()
                 assert member.equals(model)

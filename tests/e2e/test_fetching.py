@@ -157,7 +157,7 @@ class TestOtherHosts:
         chain.connect()
         chain.trainer.send(seed=1)
         chain.begin(2)
-        with pytest.raises(ws.NotReadyError, match="passes an update on"):
+        with pytest.raises(ws.SourceBusyError, match="passes an update on"):
             joining.fetch([first.url], timeout_s=0.05)
         joining.fetch([first.url, last.url], timeout_s=TIMEOUT_S)
         assert chain.trainer.end().version == 2

@@ -17,16 +17,23 @@ from tests.server.live import TOKEN
 from tests.update import uniform
 from tests.update.test_servers import Served
 from weightsync.errors import ConnectError, TransportTimeout
+from weightsync.transports import polled
 from weightsync.transports.callback import CallbackTransport
-from weightsync.update import fetching, lending
+from weightsync.transports.polled import PolledTransport
+from weightsync.update import fetch_client, fetch_server
+from weightsync.update.lifecycle import State
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     AbortRequest,
+    EmptyUpdate,
     FetchReply,
     FetchRequest,
+    FinishRequest,
     PauseRequest,
     Reply,
     Request,
+    ShutdownRequest,
+    StartRequest,
     StatusRequest,
     UpdateRequest,
 )
@@ -120,14 +127,14 @@ class TestFetch:
         source = made(Hook(), make("everything"), apply="staged")
         held = make("everything", 2)
         for _ in range(2):
-            assert source.receiver.status().lends
+            assert source.receiver.status().fetchable
             ws.fetch(held, source.receiver)
             assert digests(held) == digests(source.trainer)
             source.renew()
 
     def test_a_hook_that_keeps_nothing(self, made: Any) -> None:
         source = made(Hook(), make("plain"), apply="in_place")
-        assert not source.receiver.status().lends
+        assert not source.receiver.status().fetchable
         with pytest.raises(ws.ConfigError, match="keeps no whole copy"):
             ws.fetch(make("plain"), source.receiver)
 
@@ -135,7 +142,7 @@ class TestFetch:
         source = made(Hook(), make("plain"), apply="staged")
         with source.sender.update(partial=True) as update:
             update.send([("large", torch.ones_like(source.trainer.large))])
-        assert not source.receiver.status().lends
+        assert not source.receiver.status().fetchable
         with pytest.raises(ws.ConfigError, match="keeps no whole copy"):
             ws.fetch(make("plain"), source.receiver)
 
@@ -235,7 +242,7 @@ class TestReplaced:
         before = digests(held)
         receiver = ws.WeightReceiver(held)
         watched(receiver, lambda r: source.renew() if isinstance(r, UpdateRequest) else None)
-        with pytest.raises(ws.VerificationError, match="changed while it was sent"):
+        with pytest.raises(ws.SourceBusyError, match="replaced the weights meanwhile"):
             ws.fetch(receiver, source.receiver, timeout_s=1)
         assert digests(held) == before
         assert receiver.status().state == "READY"
@@ -269,11 +276,11 @@ class TestBadPeers:
     def test_a_receiver_that_calls_no_more(
         self, made: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lending, "_SILENT_S", 0.3)
+        monkeypatch.setattr(polled, "SILENCE_S", 0.3)
         source = made(make("plain", 1), make("plain"))
         source.receiver.dispatch(FetchRequest(fetch_id="f", timeout_s=2))
         deadline = time.monotonic() + TIMEOUT_S
-        while any(t.name == "weightsync-lend" for t in threading.enumerate()):
+        while any(t.name == "weightsync-fetch-server" for t in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         source.renew()
@@ -282,10 +289,10 @@ class TestBadPeers:
         assert digests(held) == digests(source.trainer)
 
     def test_too_many(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lending, "MAX_FETCHES", 1)
+        monkeypatch.setattr(fetch_server, "MAX_FETCHES", 1)
         source = made(make("plain", 1), make("plain"))
         source.receiver.dispatch(FetchRequest(fetch_id="f", timeout_s=2))
-        with pytest.raises(ws.NotReadyError, match="fetch from this one already"):
+        with pytest.raises(ws.SourceBusyError, match="fetch from this one already"):
             ws.fetch(make("plain"), source.receiver, timeout_s=0.5)
 
     def test_a_receiver_that_is_closed(self, made: Any) -> None:
@@ -308,10 +315,90 @@ class TestBadPeers:
                 return codec.reply_to_plain(FetchReply(problem=request.problem))
             return codec.reply_to_plain(FetchReply(request=codec.to_plain(PauseRequest())))
 
-        with pytest.raises(ws.ProtocolError, match="no request pause"):
+        with pytest.raises(ws.ProtocolError, match="may not make this request pause"):
             ws.fetch(receiver, source)
         assert not paused
         assert any(told)
+
+    @pytest.mark.parametrize("answer", ["nothing", "a report"])
+    def test_a_source_that_sends_nothing(self, answer: str) -> None:
+        held = make("plain")
+        before = digests(held)
+        good = ws.WeightReceiver(make("plain", 1), version=3)
+        report = ws.fetch(make("plain"), good)
+        told = FetchReply(report=report if answer == "a report" else None)
+
+        def source(_: Mapping[str, Any]) -> object:
+            time.sleep(0.05)
+            return codec.reply_to_plain(told)
+
+        error = ws.ProtocolError if answer == "a report" else ws.TransportTimeout
+        with pytest.raises(error, match="did not arrive|sent nothing"):
+            ws.fetch(held, source, timeout_s=0.5)
+        assert digests(held) == before
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            ShutdownRequest(),
+            AbortRequest(),
+            AbortRequest(update_id="theirs"),
+            FinishRequest(update_id="theirs"),
+            StartRequest(update_id="x"),
+            UpdateRequest(update_info=EmptyUpdate()),
+            PauseRequest(),
+        ],
+        ids=lambda request: type(request).__name__,
+    )
+    def test_what_belongs_to_others_is_not_for_a_source(self, made: Any, request_: Request) -> None:
+        """Its requests are refused, and the open update of a trainer goes on."""
+        trained = made(make("plain", 1), make("plain"))
+
+        def source(message: Mapping[str, Any]) -> object:
+            request = codec.from_plain(message)
+            assert isinstance(request, FetchRequest)
+            if request.turn:
+                return codec.reply_to_plain(FetchReply(problem=request.problem))
+            return codec.reply_to_plain(FetchReply(request=codec.to_plain(request_)))
+
+        with trained.sender.update() as update:
+            fill(trained.trainer, 5)
+            update.send(trained.trainer.state_dict().items())
+            with pytest.raises(ws.ProtocolError, match="may not make this request"):
+                ws.fetch(trained.receiver, source)
+        assert digests(trained.receiver.sink.module) == digests(trained.trainer)
+
+    def test_a_trainer_that_comes_meanwhile_wins(self, made: Any) -> None:
+        """A further attempt would take its update back."""
+        source = made(make("plain", 1), make("plain"))
+        held, other = make("plain", 2), make("plain", 3)
+        receiver = ws.WeightReceiver(held)
+
+        def busy(_: Mapping[str, Any]) -> object:
+            if receiver.version == 0:
+                with ws.connect(other, to=receiver) as sender:
+                    sender.send_weights(40)
+            raise ws.SourceBusyError("later")
+
+        with pytest.raises(ws.UpdateConflictError, match="by somebody else"):
+            ws.fetch(receiver, [busy, source.receiver])
+        assert receiver.version == 40
+        assert digests(held) == digests(other)
+
+    def test_a_torn_source_is_asked_once(self, made: Any) -> None:
+        source = made(make("plain", 1), make("plain"))
+        source.receiver._session.lifecycle.torn_by = "x"
+        begun = time.monotonic()
+        with pytest.raises(ws.NotReadyError):
+            ws.fetch(make("plain"), source.receiver, timeout_s=60)
+        assert time.monotonic() - begun < 30
+        source.receiver._session.lifecycle.torn_by = ""
+
+    def test_all_sources_are_named_in_the_error(self, made: Any) -> None:
+        nobody = "http://127.0.0.1:9/nobody"
+        keeps_nothing = made(Hook(), make("plain"), apply="in_place")
+        with pytest.raises(ws.ConnectError, match="keeps no whole copy.*127.0.0.1:9"):
+            ws.fetch(make("plain"), [keeps_nothing.receiver, nobody], token="x")
 
     def test_a_source_that_dies_in_the_middle(self, made: Any) -> None:
         source = made(make("plain", 1), make("plain"))
@@ -351,55 +438,56 @@ def check_nothing() -> None:
     pass
 
 
-class TestMailbox:
+class TestPolledTransport:
     def test_a_turn_that_is_repeated_has_the_same_answer(self) -> None:
-        mailbox = lending.Mailbox(None, check_nothing)
+        transport = PolledTransport(None, check_nothing)
         replies: list[Reply] = []
         thread = threading.Thread(
-            target=lambda: replies.append(mailbox.call(StatusRequest(), timeout_s=TIMEOUT_S))
+            target=lambda: replies.append(transport.call(StatusRequest(), timeout_s=TIMEOUT_S))
         )
         thread.start()
         first = FetchRequest(fetch_id="f")
-        asked = mailbox.take(first)
+        asked = transport.take(first)
         assert codec.from_plain(asked.request) == StatusRequest()
-        assert mailbox.take(first) == asked
+        assert transport.take(first) == asked
         status = ws.WeightReceiver(make("plain")).status()
         answer = FetchRequest(fetch_id="f", turn=1, reply=codec.reply_to_plain(status))
-        assert mailbox.take(answer) == FetchReply()
+        assert transport.take(answer) == FetchReply()
         thread.join()
         assert [type(reply) for reply in replies] == [type(status)]
         with pytest.raises(ws.ProtocolError, match="turn 0 comes after turn 1"):
-            mailbox.take(first)
+            transport.take(first)
 
     def test_a_reply_that_is_none(self) -> None:
-        mailbox = lending.Mailbox(None, check_nothing)
+        transport = PolledTransport(None, check_nothing)
         errors: list[Exception] = []
 
         def call() -> None:
             try:
-                mailbox.call(AbortRequest(), timeout_s=TIMEOUT_S)
+                transport.call(AbortRequest(), timeout_s=TIMEOUT_S)
             except ws.WeightSyncError as exc:
                 errors.append(exc)
 
         thread = threading.Thread(target=call)
         thread.start()
-        mailbox.take(FetchRequest(fetch_id="f"))
-        mailbox.take(FetchRequest(fetch_id="f", turn=1, reply={"state": 3}))
+        transport.take(FetchRequest(fetch_id="f"))
+        transport.take(FetchRequest(fetch_id="f", turn=1, reply={"state": 3}))
         thread.join()
         assert [type(error) for error in errors] == [ws.ProtocolError]
 
     def test_calls_end_in_time(self) -> None:
-        mailbox = lending.Mailbox(None, check_nothing)
+        transport = PolledTransport(None, check_nothing)
         with pytest.raises(TransportTimeout):
-            mailbox.call(StatusRequest(), timeout_s=0.1)
-        mailbox.close()
+            transport.call(StatusRequest(), timeout_s=0.1)
+        transport.close()
         with pytest.raises(ConnectError):
-            mailbox.call(StatusRequest(), timeout_s=0.1)
+            transport.call(StatusRequest(), timeout_s=0.1)
 
-    @pytest.mark.parametrize("address", ["192.0.2.1", "nowhere", "", "::2"])
+    @pytest.mark.parametrize(
+        "address", ["192.0.2.1", "nowhere", "", "::2", "0.0.0.0", "::", "224.0.0.1", "127.0.0.1"]
+    )
     def test_an_address_of_others_is_not_taken(self, address: str) -> None:
-        assert lending.Mailbox(address, check_nothing).local_address is None
-        assert lending.Mailbox("127.0.0.1", check_nothing).local_address == "127.0.0.1"
+        assert PolledTransport(address, check_nothing).local_address is None
 
 
 class TestJoining:
@@ -483,6 +571,41 @@ class TestJoining:
         source.sender.add(ws.WeightReceiver(held))
         assert digests(held) == sent
 
+    @pytest.mark.parametrize(
+        ("swap", "apply"), [("pointer", "staged"), ("copy", "staged"), ("copy", "in_place")]
+    )
+    def test_weights_that_other_code_has_changed_are_not_fetched(
+        self, made: Any, swap: Any, apply: Any
+    ) -> None:
+        model = make("plain", 1)
+        source = made(ws.ModuleSink(model, swap=swap), make("plain"), apply=apply)
+        with torch.no_grad():
+            model.get_parameter("large")[3, 3] += 1
+        held = make("plain", 2)
+        report = source.sender.add(ws.WeightReceiver(held))
+        assert report.receivers[0].source == ""
+        assert digests(held) == digests(source.trainer)
+
+    def test_weights_that_were_cast_are_not_fetched(self, made: Any) -> None:
+        source = made(ws.ModuleSink(make("bfloat16", 1), cast=True), make("plain"))
+        held = make("plain", 2)
+        report = source.sender.add(ws.WeightReceiver(held))
+        assert report.receivers[0].source == ""
+        assert digests(held) == digests(source.trainer)
+
+    def test_a_torn_receiver_that_joins_is_healed(self, made: Any) -> None:
+        source = made(make("plain", 1), make("plain"))
+        held = make("plain", 2)
+        receiver = ws.WeightReceiver(held, apply="in_place")
+        source.sender.add(receiver)
+        source.sender.remove(source.sender.targets[1])
+        receiver._session.lifecycle.torn_by = "x"
+        receiver._session.lifecycle.state = State.TORN
+        touch(held, 1)
+        source.sender.add(receiver)
+        assert receiver.status().state == "READY"
+        assert digests(held) == digests(source.trainer)
+
     def test_weights_under_the_same_version_that_differ_are_not_fetched(self, made: Any) -> None:
         source = made(make("plain", 1), make("plain"))
         other = ws.WeightReceiver(make("plain", 2))
@@ -536,9 +659,9 @@ def test_a_fetch_that_is_interrupted_leaves_the_receiver_as_it_was(
     class Events:
         Event, Lock, Thread = Interrupted, threading.Lock, threading.Thread
 
-    monkeypatch.setattr(fetching, "threading", Events)
+    monkeypatch.setattr(fetch_client, "threading", Events)
     with pytest.raises(KeyboardInterrupt):
-        fetching.fetch_from(
+        fetch_client.fetch_from(
             CallbackTransport(source.receiver.handle),
             receiver.dispatch,
             target="x",

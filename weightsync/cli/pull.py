@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -49,9 +49,7 @@ def pull(
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ConfigError(f"{directory} is not empty; give a new directory")
         secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, [url])
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        written = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        try:
+        with _new_files(directory) as written:
             receiver = WeightReceiver(_CheckpointSink(written), apply="staged")
             try:
                 report = fetch(
@@ -64,11 +62,6 @@ def pull(
                 )
             finally:
                 receiver.close()
-            written.chmod(0o755)
-            written.replace(directory)
-        finally:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(written)
         if json_:
             print_json({**report.to_dict(), "directory": str(directory)})
             return
@@ -77,6 +70,24 @@ def pull(
             f"pulled version {report.version}{labelled} by {report.path}: "
             f"{report.nbytes / 1e6:.1f} MB in {report.tensors} tensors to {directory}"
         )
+
+
+@contextmanager
+def _new_files(directory: Path) -> Iterator[Path]:
+    """Yield a directory whose files are moved to `directory`, the index last, if all goes well."""
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+    try:
+        yield partial
+        for file in sorted(partial.iterdir(), key=lambda path: path.suffix == ".json"):
+            file.rename(directory / file.name)
+    except BaseException:
+        shutil.rmtree(partial)
+        for path in made:
+            path.rmdir()
+        raise
+    partial.rmdir()
 
 
 class _CheckpointSink(HookSink):

@@ -108,7 +108,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_length` is the most tokens of a prompt and its completion together. A token of `end_ids`
     ends a completion. The tokenizer and the processor are loaded from `directory`, which may be the
-    name of a built-in model. `image_token_id` is None for a text-only model.
+    name of a built-in model. `image_token_id` is None for a text-only model. `weights_id` is the id
+    of the weights that a worker has fetched.
     """
 
     name: str
@@ -121,6 +122,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     num_parameters: int = 0
     image_token_id: int | None = None
+    weights_id: str = ""
 
 
 # From an API server to an engine core.

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from weightsync.errors import NotReadyError
 from weightsync.serve.child_process import ChildSpec
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import check_model
@@ -64,6 +65,11 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
             [msgspec.msgpack.decode(core, type=CoreAddress) for core in cores],
         )
         card = found[0]
+        if len({msgspec.msgpack.decode(each, type=ModelCard).weights_id for each in cards}) > 1:
+            raise NotReadyError(
+                f"{' or '.join(options.weights_from)} replaced its weights while the workers fetched "
+                "them; start again"
+            )
         logger.info(
             "loaded in %.1f s: %s, %.3g M parameters, %s on %s",
             time.monotonic() - began,

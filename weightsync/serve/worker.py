@@ -365,6 +365,8 @@ class Worker:
         """Take the weights of the first of these servers that can send them, if there are any."""
         if sources:
             report = fetch(self.receiver, sources, token=self._token)
+            held = self.receiver.status().weights_id or ""
+            self.card = msgspec.structs.replace(self.card, weights_id=held)
             self._log(f"the weights of {report.receivers[0].source}: {report}")
 
     def run(self) -> None:
@@ -447,12 +449,17 @@ def main(
             name=f"replica {replica}: " if options.data_parallel > 1 else "",
         )
 
+        try:  # SIGTERM ends the process until it is ready
+            worker.fetch(options.weights_from)
+        except BaseException:
+            worker.close()
+            raise
+
         def on_term(_signal: int, _frame: FrameType | None) -> None:
             worker.stop()
 
         signal.signal(signal.SIGTERM, on_term)
         try:
-            worker.fetch(options.weights_from)
             ready(msgspec.msgpack.encode(worker.card))
             worker.run()
         except PeerLostError as exc:

@@ -92,7 +92,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         ],
         workers=list(statuses),
         senders=_paths(held),
-        lends=held[0].lends,
+        fetchable=held[0].fetchable,
         owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
         backends={
             name: facts
@@ -162,8 +162,8 @@ def _reasons(statuses: Mapping[str, Status]) -> str:
     return "; ".join(reasons)
 
 
-_CALLS_AT_ONCE = 48
-"""The sum of AsyncDispatcher's limits: loads, interrupts and reads."""
+_CALLS_AT_ONCE = 80
+"""The sum of AsyncDispatcher's limits: loads, interrupts, reads and fetches."""
 _GIVES_UP = (StartRequest, UpdateRequest, PrepareRequest)
 
 
@@ -255,7 +255,7 @@ class Workers:
         return InitReply(status=self.status())
 
     def _fetch(self, request: FetchRequest) -> Reply:
-        """One worker lends: where each holds whole tensors, they hold the same."""
+        """One worker sends: where each holds whole tensors, they hold the same."""
         return next(iter(self.workers.values())).dispatch(request)
 
     def _start(self, request: StartRequest) -> Reply:

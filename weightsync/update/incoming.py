@@ -179,6 +179,20 @@ class IncomingUpdate:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """The weights in use, in the order of the last whole model that was sent.
+
+    `stays`: they keep their bytes until a commit; else the next update overwrites them as it comes.
+    `as_sent`: they are those of the last update, not cast, and nothing else has changed them.
+    """
+
+    manifest: Manifest
+    tensors: list[torch.Tensor]
+    stays: bool
+    as_sent: bool
+
+
 _KEPT_SUBSETS = 2
 
 
@@ -255,37 +269,41 @@ class LoadTargets:
         whole = self._whole is not None and written == [self._whole[1]]
         self._held_id = weights_id if whole else None
 
-    def lends(self, weights_id: str) -> bool:
-        """Whether `in_use` returns tensors, as far as it is known without an inspection."""
+    def fetchable(self, weights_id: str) -> bool:
+        """Whether `in_use` finds weights, as far as it is known without an inspection."""
         if type(self._sink).in_use is not WeightSink.in_use:
-            return self._sink.lends
-        return self._sink.lends and self._held(weights_id) is not None
+            return self._sink.fetchable
+        return self._sink.fetchable and self._copy_of(weights_id) is not None
 
-    def _held(self, weights_id: str) -> Sequence[torch.Tensor] | None:
+    def _copy_of(self, weights_id: str) -> Sequence[torch.Tensor] | None:
         return self._whole[1].in_use() if self._whole and self._held_id == weights_id else None
 
-    def in_use(self, weights_id: str) -> tuple[Manifest, list[torch.Tensor], bool]:
-        """Return the tensors in use and their manifest, and whether they stay until a commit.
+    def in_use(self, weights_id: str) -> InUse:
+        """Return the weights in use, whose id is `weights_id`.
 
-        Else the next update overwrites them as it comes. In the order of the last whole model.
         Raises ConfigError where the sink keeps no whole model.
         """
-        layout, manifest, held = self._layout, self._sink.manifest, None
-        if layout is not None and (manifest is None or _are_same(layout.manifest, manifest)):
+        layout, manifest, copy = self._layout, self._sink.manifest, None
+        same = layout is not None and (manifest is None or _are_same(layout.manifest, manifest))
+        if layout is not None and same:
             manifest = layout.manifest
-        if self._sink.lends and manifest is not None:
+        if self._sink.fetchable and manifest is not None:
             tensors = self._sink.in_use(manifest)
             if tensors is not None:
-                return manifest, tensors, self.apply == "staged"
-            held = self._held(weights_id)
-        if layout is None or held is None:
+                written = self._whole is not None and self._held_id == weights_id
+                as_sent = (
+                    same and written and self._whole is not None and self._whole[1].is_in_use()
+                )
+                return InUse(manifest, tensors, stays=self.apply == "staged", as_sent=as_sent)
+            copy = self._copy_of(weights_id)
+        if layout is None or copy is None:
             raise ConfigError(
                 "this receiver keeps no whole copy of its weights that others could fetch; fetch "
                 "from one that was made with an nn.Module, or with a hook that is staged"
             )
         specs = layout.manifest.specs
-        pairs = zip(held, specs, strict=True)
-        return layout.manifest, [from_bytes(flat, spec) for flat, spec in pairs], False
+        tensors = [from_bytes(flat, spec) for flat, spec in zip(copy, specs, strict=True)]
+        return InUse(layout.manifest, tensors, stays=False, as_sent=True)
 
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout; open it where there is none.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from weightsync.report import SyncReport
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import CallThreads
-from weightsync.update.fetching import fetch_from, first_that_can
+from weightsync.update.fetch_client import fetch_from, fetch_from_first
 from weightsync.update.fleet import Fleet, MemberReply
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import Reply, Request, Status, StatusRequest
@@ -21,13 +22,15 @@ from weightsync.wire.messages import Reply, Request, Status, StatusRequest
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_STOP_S = 10.0
+"""How long an interrupt waits for a fetch to end."""
 
 
 class Joining:
     """Brings the receiver behind `transport` to the weights of the fleet, before it is a member.
 
-    The fleet's sender passes on the messages between the two receivers, so each needs to be reached
-    by the sender alone. The bytes go from one to the other.
+    The fleet's sender passes on the messages between the two receivers. The bytes go from one to
+    the other.
     """
 
     def __init__(self, fleet: Fleet, transport: Transport) -> None:
@@ -36,8 +39,9 @@ class Joining:
         self._weights: tuple[int, str] | None = None
 
     def holds(self, status: Status) -> bool:
-        """Whether this is the status of a receiver with the weights of the fleet."""
-        return (status.version, status.weights_id or "") == self._weights
+        """Whether this is the status of a receiver that is ready, with the weights of the fleet."""
+        same = (status.version, status.weights_id or "") == self._weights
+        return same and status.state == State.READY and status.may_generate
 
     def fetch(self) -> SyncReport | None:
         """Have every worker of the receiver fetch the weights, from one of the fleet after another.
@@ -51,7 +55,7 @@ class Joining:
         if len(weights) != 1:  # none, or they have other weights under the same version
             return None
         self._weights = weights.pop()
-        sources = [answer for answer in ready if answer.status.lends]
+        sources = [answer for answer in ready if answer.status.fetchable]
         if not self._weights[1] or not sources:
             return None
         try:
@@ -102,6 +106,7 @@ class Joining:
         def distance(source: MemberReply) -> bool:
             return source.status.device_keys[-1:] != status.device_keys[-1:]
 
+        stop = threading.Event()
         attempts = [
             partial(
                 fetch_from,
@@ -109,20 +114,23 @@ class Joining:
                 handle,
                 target=worker.target,
                 timeout_s=timeout_s,
+                weights_id=self._weights[1] if self._weights else None,
+                stop=stop,
             )
             for source in sorted(sources, key=distance)
         ]
-        return self._waiting(partial(first_that_can, attempts, timeout_s))
-
-    def _waiting(self, call: Callable[[], SyncReport]) -> SyncReport:
-        """Call in a thread, and keep the other ranks waiting meanwhile."""
-        threads: CallThreads[SyncReport] = CallThreads()
+        held = partial(_status, worker, self._fleet.brief_s)
         future: Future[SyncReport] = Future()
-        threads.submit(call, future)
+        threads: CallThreads[SyncReport] = CallThreads()
+        threads.submit(partial(fetch_from_first, attempts, held, timeout_s), future)
         threads.close()
-        while not wait([future], _LOOK_S).done:
-            self._fleet.group.comm.attend()
-            self._fleet.collect_signs(may_raise=False)
+        try:
+            while not wait([future], _LOOK_S).done:  # the other ranks are kept waiting
+                self._fleet.group.comm.attend()
+                self._fleet.collect_signs(may_raise=False)
+        finally:
+            stop.set()
+            wait([future], _STOP_S)
         return future.result()
 
 

@@ -523,6 +523,14 @@ class _ModuleTarget(LoadTarget):
     def __init__(self, sink: ModuleSink, generation: int) -> None:
         self._sink = sink
         self._generation = generation
+        self._stamps: list[int] | None = None
+
+    def note_commit(self) -> None:
+        """Note that the module holds the bytes of this target from now on."""
+        self._stamps = self._sink.stamps(looks=False)
+
+    def is_in_use(self) -> bool:
+        return self._stamps is not None and self._stamps == self._sink.stamps() and self.is_current
 
     @property
     def is_current(self) -> bool:
@@ -589,14 +597,12 @@ class _PointerTarget(_StagedTarget):
         self._arenas = [in_use, _Arena(destinations, sink)]
         self._spare = 1
         self._behind: Marks | None = None
-        self._stamps: list[int] | None = None
         self.peak_extra_nbytes = destinations.nbytes
         self.takes_deltas = takes_lines(in_use.memory)
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
         in_use, spare = self._arenas[1 - self._spare], self._arenas[self._spare]
-        unchanged = self._stamps is not None and self._stamps == self._sink.stamps()
-        if not (self.takes_deltas and self.is_current and unchanged):
+        if not (self.takes_deltas and self.is_in_use()):
             return None
         if not spare.has_storage_alone():  # before its addresses are used
             spare.take_new_storage()
@@ -636,7 +642,7 @@ class _PointerTarget(_StagedTarget):
         self._sink.settled()
         self._spare = 1 - self._spare
         self._behind = self.written
-        self._stamps = self._sink.stamps(looks=False)
+        self.note_commit()
 
     def discard(self) -> None:
         written = self.written
@@ -761,6 +767,10 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
     def commit(self) -> None:
         self.holds_commit()
         self._copies.enqueue()
+        self.note_commit()
+
+    def is_in_use(self) -> bool:
+        return _ModuleTarget.is_in_use(self)
 
 
 class _InPlaceTarget(_ModuleTarget):
@@ -785,11 +795,9 @@ class _InPlaceTarget(_ModuleTarget):
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
         self.memory = Memory(parts, shares=destinations.shares)
         self.takes_deltas = takes_lines(self.memory)
-        self._stamps: list[int] | None = None
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
-        known = self._stamps is not None and self._stamps == self._sink.stamps()
-        if not (self.takes_deltas and known and self.is_current and self.memory is not None):
+        if not (self.takes_deltas and self.is_in_use()) or self.memory is None:
             return None
         return lines_of(layout, self.memory)
 
@@ -814,7 +822,7 @@ class _InPlaceTarget(_ModuleTarget):
             raise VerificationError(names=different)
 
     def commit(self) -> None:
-        self._stamps = self._sink.stamps(looks=False)
+        self.note_commit()
 
 
 class ShardedModuleSink(ModuleSink):
@@ -826,7 +834,7 @@ class ShardedModuleSink(ModuleSink):
     process holds (partial sums, unknown placements).
     """
 
-    lends = False
+    fetchable = False
 
     def destinations(self, layout: StreamLayout) -> Destinations:
         """Return a destination for each slice; tied tensors may hold different slices."""

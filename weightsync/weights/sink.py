@@ -70,6 +70,10 @@ class LoadTarget(ABC):
         """
         return None
 
+    def is_in_use(self) -> bool:
+        """Whether the weights in use are those of its last commit, as far as writes are counted."""
+        return False
+
     def in_use(self) -> Sequence[torch.Tensor] | None:
         """Return `uint8[nbytes]` of each tensor of the weights in use; None where none are kept."""
         return None
@@ -109,10 +113,14 @@ class ArenaTarget(LoadTarget):
             return None
         return lines_of(layout, self.memory)
 
+    def is_in_use(self) -> bool:
+        return self._holds_weights_in_use
+
     def in_use(self) -> Sequence[torch.Tensor] | None:
         memory = self.memory
-        whole = self._holds_weights_in_use and memory is not None and memory.shares is None
-        return memory.tensors if whole and memory is not None else None
+        if memory is None or memory.shares is not None or not self.is_in_use():
+            return None
+        return memory.tensors
 
     def begin(self) -> None:
         super().begin()
@@ -133,14 +141,14 @@ class WeightSink(ABC):
 
     `manifest` declares the tensors it wants; None where only a hook knows them. `verification` is
     the strongest proof: `held` (the weights are read back) or `arrived` (the bytes that arrived).
-    `casts` accepts floating-point tensors of another dtype than declared. `lends` False: other
+    `casts` accepts floating-point tensors of another dtype than declared. `fetchable` False: other
     receivers may not fetch the weights in use.
     """
 
     manifest: Manifest | None = None
     verification: Verification = "arrived"
     casts: bool = False
-    lends: bool = True
+    fetchable: bool = True
 
     @property
     @abstractmethod

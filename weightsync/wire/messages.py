@@ -289,7 +289,8 @@ class FetchRequest(Message, frozen=True, kw_only=True):
     A call that is repeated gets the same reply.
 
     `address` is the address at which the caller reaches this host, `backend` as in `connect`,
-    `timeout_s` bounds every wait for progress.
+    `timeout_s` bounds every wait for progress. With `weights_id` only these weights are sent, as
+    they were received.
     """
 
     fetch_id: UpdateId
@@ -300,6 +301,7 @@ class FetchRequest(Message, frozen=True, kw_only=True):
     address: Annotated[str, Meta(max_length=256)] | None = None
     backend: BackendName = "auto"
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
+    weights_id: UpdateId | None = None
 
 
 Request = (
@@ -376,7 +378,7 @@ class Status(Message, frozen=True, kw_only=True):
     `delta_forms` are the forms of deltas that can be applied once a whole model was received:
     `lines`, or `shards` (lines, for a receiver that holds parts of tensors), and `values`.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
-    that the receiver belonged to, alive or not. `lends` says that other receivers may fetch the
+    that the receiver belonged to, alive or not. `fetchable` says that other receivers may fetch the
     weights in use, by `fetch_weights`. `backends` are those that can be used here, each
     with what it says of this process; `unusable_backends` the others, with the reason.
     """
@@ -404,7 +406,7 @@ class Status(Message, frozen=True, kw_only=True):
     workers: list[WorkerPath] = []
     senders: dict[Name, str] = {}
     owner: Owner | None = None
-    lends: bool = False
+    fetchable: bool = False
     backends: dict[BackendName, Any] = {}
     unusable_backends: dict[BackendName, str] = {}
 

@@ -37,6 +37,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "SenderConflictError": ("owner", "since"),
     "SenderReplacedError": ("owner", "since"),
     "NotReadyError": ("state", "update_id"),
+    "SourceBusyError": ("state", "update_id"),
     "VerificationError": ("names",),
     "AuthError": ("status",),
     "RemoteError": ("remote_type", "remote_message"),

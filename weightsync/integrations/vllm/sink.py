@@ -359,14 +359,14 @@ class VllmSink(WeightSink):
 
     Before any byte moves, a manifest is compared with the checkpoint that the server was started
     from, where that is on this host, and the model's loaders run on it without data. `keeps_views`
-    is True because the reload keeps tensors until their layer is complete. `lends` is False because
-    a worker makes no step while it waits for a message.
+    is True because the reload keeps tensors until their layer is complete. `fetchable` is False
+    because a worker makes no step while it waits for a message.
     """
 
     verification = "arrived"
     keeps_views = True
     casts = True
-    lends = False
+    fetchable = False
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.reload = Reload(model, vllm_config)

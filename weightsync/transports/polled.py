@@ -1,0 +1,169 @@
+"""A Transport to a receiver that calls itself: its requests are the replies to `fetch_weights`."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weightsync.errors import ConnectError, ProtocolError, TransportTimeout, WeightSyncError
+from weightsync.transports.base import BaseTransport
+from weightsync.wire import codec
+from weightsync.wire.messages import (
+    CALL_OF,
+    FetchReply,
+    FetchRequest,
+    Reply,
+    Request,
+    UpdateRequest,
+)
+from weightsync.wire.problem import from_problem
+
+POLL_S = 1.0
+"""How long a poll waits for a request."""
+SILENCE_S = 10.0
+"""A receiver that has not polled for so long is gone."""
+_CHECK_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One request to the receiver, and its outcome."""
+
+    request: Request
+    reply: Reply | None = None
+    error: WeightSyncError | None = None
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Poller:
+    """The last turn of one poller: its answer, None as long as it waits, and the call in it."""
+
+    turn: int = -1
+    answer: FetchReply | None = None
+    call: _Call | None = None
+
+
+class PolledTransport(BaseTransport):
+    """A Transport to a receiver whose polls `take` answers.
+
+    `address` is the one at which that receiver reaches this host. Calls raise ConnectError when it
+    has not polled for 10 s; updates raise what `check` raises.
+    """
+
+    def __init__(self, address: str | None, check: Callable[[], None]) -> None:
+        super().__init__("the receiver that fetches")
+        self.local_address = address if address and _is_usable(address) else None
+        self._check = check
+        self._changed = threading.Condition()
+        self._waiting: deque[_Call] = deque()
+        self._pollers: dict[int, _Poller] = {}
+        self._polled_at = time.monotonic()
+        self._outcome: FetchReply | None = None
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Pass on one request, and wait for its reply; see Transport.call."""
+        self._check_open()
+        self._count(len(codec.encode(request)))
+        call = _Call(request)
+        with self._changed:
+            self._waiting.append(call)
+            self._changed.notify_all()
+            try:
+                self._await(call, time.monotonic() + timeout_s)
+            finally:
+                if call in self._waiting:
+                    self._waiting.remove(call)
+        if call.error is not None:
+            raise call.error
+        assert call.reply is not None
+        return call.reply
+
+    def _await(self, call: _Call, deadline: float) -> None:
+        is_update = isinstance(call.request, UpdateRequest)
+        while not call.is_over:
+            now = time.monotonic()
+            if is_update:
+                self._check()
+            if self._closed or now - self._polled_at > SILENCE_S:
+                raise ConnectError(f"{self.target} has made no call for {SILENCE_S:g} s")
+            if now >= deadline:
+                what = CALL_OF[type(call.request)]
+                raise TransportTimeout(f"{self.target} did not reply to {what} in time")
+            self._changed.wait(min(deadline - now, _CHECK_S if is_update else POLL_S))
+
+    def take(self, request: FetchRequest) -> FetchReply:
+        """Settle the poller's last request, and return the next one: empty if none comes soon.
+
+        A turn that is repeated gets the same answer. Raises ProtocolError for any other turn than
+        the last or the next one.
+        """
+        until = time.monotonic() + POLL_S
+        with self._changed:
+            poller = self._pollers.setdefault(request.poller, _Poller())
+            if request.turn not in (poller.turn, poller.turn + 1):
+                raise ProtocolError(f"turn {request.turn} comes after turn {poller.turn}")
+            if request.turn > poller.turn:
+                self._settle(poller.call, request)
+                poller.turn, poller.answer, poller.call = request.turn, None, None
+            while poller.answer is None:
+                now = self._polled_at = time.monotonic()
+                if self._outcome is not None:
+                    poller.answer = self._outcome
+                elif self._waiting:
+                    poller.call = self._waiting.popleft()
+                    poller.answer = FetchReply(request=codec.to_plain(poller.call.request))
+                elif now >= until:
+                    poller.answer = FetchReply()
+                else:
+                    self._changed.wait(until - now)
+                if poller.turn != request.turn:
+                    raise ProtocolError("the next turn of this poller has come already")
+            return poller.answer
+
+    def _settle(self, call: _Call | None, request: FetchRequest) -> None:
+        if call is None:
+            return
+        try:
+            if request.problem is not None:
+                call.error = from_problem(request.problem, peer=self.target)
+            else:
+                call.reply = codec.reply_from_plain(CALL_OF[type(call.request)], request.reply)
+        except WeightSyncError as exc:
+            call.error = exc
+        call.is_over = True
+        self._changed.notify_all()
+
+    def end(self, outcome: FetchReply) -> None:
+        """Answer all further polls with `outcome`."""
+        with self._changed:
+            self._outcome = outcome
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Refuse further calls, and end those that wait."""
+        super().close()
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _is_usable(address: str) -> bool:
+    """Whether another host may reach a port of this one at `address`, an IP address."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if found.is_loopback or found.is_unspecified or found.is_multicast or found.is_link_local:
+        return False
+    family = socket.AF_INET6 if found.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,213 @@
+"""The source of a fetch: a receiver that sends the weights in use to receivers that ask for them.
+
+The receiver that fetches makes all calls: what it is sent are the replies to `fetch_weights`. So it
+needs no address, and any transport to the source will do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import torch
+
+from weightsync.backends.base import TransferOptions
+from weightsync.backends.registry import choose_backends
+from weightsync.errors import (
+    NotReadyError,
+    ProtocolError,
+    SourceBusyError,
+    VerificationError,
+    WeightSyncError,
+)
+from weightsync.ranks.comm import alone
+from weightsync.ranks.group import RankGroup
+from weightsync.ranks.worker import RankWorker
+from weightsync.report import SyncReport
+from weightsync.transports.polled import PolledTransport
+from weightsync.update.coordinator import Coordinator
+from weightsync.update.fleet import Fleet
+from weightsync.update.paths import PathSelector
+from weightsync.update.session import ReceiverSession
+from weightsync.wire.messages import FetchReply, FetchRequest
+from weightsync.wire.problem import to_problem
+
+logger = logging.getLogger(__name__)
+
+MAX_FETCHES = 8
+"""Receivers that fetch from one receiver at the same time."""
+_KEPT_S = 60.0
+"""How long the outcome of a fetch is kept, for calls that are repeated."""
+_READING_S = 60.0
+
+
+class FetchServer:
+    """Answers the `fetch_weights` calls of any number of receivers. Thread-safe.
+
+    `instance` is the id of the receiver whose `session` it is.
+    """
+
+    def __init__(self, session: ReceiverSession, instance: str) -> None:
+        self._session = session
+        self._instance = instance
+        self._lock = threading.Lock()
+        self._fetches: dict[str, _Fetch] = {}
+        self._closed = False
+
+    def answer(self, request: FetchRequest) -> FetchReply:
+        """Answer one call. Raises SourceBusyError where too many receivers fetch."""
+        with self._lock:
+            if self._closed:
+                raise ProtocolError("this receiver is closed; fetch from another one")
+            self._forget()
+            fetch = self._fetches.get(request.fetch_id)
+            if fetch is None:
+                if request.turn:
+                    raise ProtocolError(f"fetch {request.fetch_id} is over; begin another one")
+                if sum(other.ended_at is None for other in self._fetches.values()) >= MAX_FETCHES:
+                    raise SourceBusyError(
+                        f"{MAX_FETCHES} receivers fetch from this one already; fetch from another, "
+                        "or later",
+                        state=self._session.lifecycle.state.value,
+                    )
+                fetch = _Fetch(self._session, self._instance, request)
+                self._fetches[request.fetch_id] = fetch
+                fetch.start()
+        return fetch.transport.take(request)
+
+    def close(self) -> None:
+        """Give up all fetches. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for fetch in self._fetches.values():
+                fetch.transport.close()
+
+    def _forget(self) -> None:
+        before = time.monotonic() - _KEPT_S
+        for fetch_id, fetch in list(self._fetches.items()):
+            if fetch.ended_at is not None and fetch.ended_at < before:
+                del self._fetches[fetch_id]
+
+
+class _Fetch:
+    """One fetch: sends the weights in use in a thread, through `transport`."""
+
+    def __init__(self, session: ReceiverSession, instance: str, request: FetchRequest) -> None:
+        self.ended_at: float | None = None
+        self.transport = PolledTransport(request.address, self._check_free)
+        self._session = session
+        self._instance = instance
+        self._request = request
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="weightsync-fetch-server", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.transport.end(FetchReply(report=self._send()))
+        except Exception as exc:
+            if not isinstance(exc, WeightSyncError):
+                logger.exception("the weights could not be sent to a receiver that fetches them")
+            self.transport.end(FetchReply(problem=to_problem(exc)))
+        finally:
+            self.ended_at = time.monotonic()
+
+    def _send(self) -> SyncReport:
+        self._check_free()
+        with self._session.reading(_READING_S):
+            source = WeightsInUse(self._session, self._instance)
+        wanted = self._request.weights_id
+        if wanted is not None and source.weights_id != wanted:
+            raise ProtocolError(
+                f"this receiver does not use the weights {wanted} as they were sent: it uses "
+                f"{source.weights_id}"
+            )
+        backends, unusable = choose_backends(self._request.backend)
+        options = TransferOptions(adopt=False, timeout_s=self._request.timeout_s)
+        ranks = alone()  # whatever other ranks this process has
+        group = RankGroup(RankWorker(source, options, ranks, backends, "off"), ranks)
+        with closing(group), closing(self._fleet(group)) as fleet:
+            paths = PathSelector(fleet, options, backends, ordered=False, unusable=unusable)
+            coordinator = Coordinator(fleet, paths, takeover=False)
+            try:
+                coordinator.membership.connect()
+                return coordinator.send(
+                    source.version, source.label, rewind=True, weights_id=source.weights_id
+                )
+            except VerificationError as exc:
+                if not source.changed:
+                    raise
+                raise SourceBusyError("this receiver replaced the weights meanwhile") from exc
+            finally:
+                with suppress(WeightSyncError):
+                    coordinator.membership.disconnect(leaves=True)
+
+    def _check_free(self) -> None:
+        """Raise SourceBusyError where this would slow down an update of other receivers."""
+        session = self._session
+        if session.senders.feeds_others:
+            raise SourceBusyError(
+                "this receiver passes an update on to others; fetch from another one, or after it",
+                state=session.lifecycle.state.value,
+                update_id=session.lifecycle.update_id,
+            )
+
+    def _fleet(self, group: RankGroup) -> Fleet:
+        timeout_s = self._request.timeout_s
+        return Fleet(group, [self.transport], timeout_s=timeout_s, drops=False, yields=True)
+
+
+class WeightsInUse:
+    """WeightSource of the weights that a receiver uses now. Made while they are read.
+
+    They stay in use, and an update may replace them at any time: `changed` then has their names.
+    Where they are not those of an update as they were sent, `weights_id` is an id of their own: the
+    sender of that update must not build on them.
+
+    Raises ConfigError where the receiver keeps no whole copy, SourceBusyError where the copy is
+    being overwritten.
+    """
+
+    def __init__(self, session: ReceiverSession, instance: str) -> None:
+        lifecycle = session.lifecycle
+        self._session = session
+        self.version, self.label = lifecycle.version, lifecycle.label
+        starts, is_open = session.starts, session.open_update is not None
+        found = session.load_targets.in_use(lifecycle.weights_id)
+        self.manifest, self._tensors = found.manifest, found.tensors
+        own_id = f"{lifecycle.weights_id or 'initial'} of {instance}"[:128]
+        self.weights_id = lifecycle.weights_id if found.as_sent else own_id
+        self._stays = found.stays
+        if is_open and not found.stays:
+            raise SourceBusyError(
+                "this receiver is in an update, which overwrites the weights that others could "
+                "fetch; fetch after it",
+                state=lifecycle.state.value,
+                update_id=lifecycle.update_id,
+            )
+        self._held = lifecycle.weights_id, self.version, 0 if self._stays else starts
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors by name."""
+        for spec, tensor in zip(self.manifest.specs, self._tensors, strict=True):
+            yield spec.name, tensor
+
+    def stable_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors."""
+        return self._tensors
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of all tensors where these are not in use any more. Waits for a commit."""
+        session = self._session
+        try:
+            with session.reading(_READING_S):
+                held = session.lifecycle.weights_id, session.lifecycle.version
+                same = (*held, 0 if self._stays else session.starts) == self._held
+        except NotReadyError:
+            same = False
+        return [] if same else [spec.name for spec in self.manifest.specs]
