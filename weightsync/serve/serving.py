@@ -67,8 +67,8 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
         card = found[0]
         if len({msgspec.msgpack.decode(each, type=ModelCard).weights_id for each in cards}) > 1:
             raise NotReadyError(
-                f"{' or '.join(options.weights_from)} replaced its weights while the workers fetched "
-                "them; start again"
+                f"{' or '.join(options.weights_from)} replaced its weights while the workers "
+                "fetched them; start again"
             )
         logger.info(
             "loaded in %.1f s: %s, %.3g M parameters, %s on %s",
