@@ -386,7 +386,7 @@ def fetch(
       replaces its weights while it sends them, all are tried again, for `timeout_s` or three times.
     - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`.
 
-    `to` gets the version and the label of the source, whatever it held before.
+    `to` gets the version and the label of the source, whatever it held before. Never run on a GPU.
 
     Raises the errors of the sources as one: SourceBusyError, ConnectError, NotReadyError,
     ManifestMismatchError, VerificationError, ConfigError for one that keeps no whole copy. Raises

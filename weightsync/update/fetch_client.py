@@ -265,9 +265,10 @@ class _Fetch:
             case ShutdownRequest(sender=sender):
                 allowed = sender in self._senders
             case UpdateRequest(
-                update_id=str() as update_id, update_info=RegisteredUpdate() as info
+                update_id=str() as update_id, update_info=RegisteredUpdate() as info, start=start
             ):
-                allowed = info.sender in self._senders
+                begins = start is not None and not start.partial
+                allowed = info.sender in self._senders and (begins or update_id in self._updates)
                 self._updates.update([update_id] if allowed else [])
             case FinishRequest(update_id=update_id) | AbortRequest(update_id=update_id):
                 allowed = update_id in self._updates
