@@ -9,7 +9,7 @@ import ctypes
 import gc
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from benchmarks.changes import Change, as_recorded, recorded_steps
+from benchmarks.shapes import smollm2
 from tests.e2e import models
 from weightsync.update import deltas
 
@@ -38,16 +40,41 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
 
 
+class Layer(nn.Module):
+    """One layer of SmolLM2-135M, of which steps of training were recorded."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for spec in smollm2():
+            if spec.name.startswith("model.layers.0."):
+                weight = torch.randn(spec.shape, generator=generator).to(torch.bfloat16)
+                owner: nn.Module = self
+                *parents, name = spec.name.split(".")
+                for parent in parents:
+                    if parent not in owner._modules:
+                        owner.add_module(parent, nn.Module())
+                    owner = owner.get_submodule(parent)
+                owner.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+
 @dataclass
 class Chain:
     trainer: nn.Module
     held: Sequence[nn.Module]
     hooked: dict[str, torch.Tensor]
     sender: ws.WeightSender
+    recorded: Sequence[Change] = ()
+    steps: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(5))
 
     def step(self) -> None:
-        """Change a random share of each tensor."""
+        """Change what a recorded step did, if there are any, else a random share of each tensor."""
+        self.steps += 1
+        if self.recorded:
+            change = self.recorded[self.steps % len(self.recorded)]
+            change(dict(self.trainer.named_parameters()), self.steps)
+            return
         generator = torch.Generator().manual_seed(self.chance.getrandbits(60))
         share = self.chance.choice(SHARES)
         with torch.no_grad():
@@ -69,11 +96,13 @@ KINDS = ("pointer", "copy", "in place", "hook")
 _here: list[Chain] = []
 
 
-def begin(by_value: bool) -> None:
-    """Connect; `by_value` has deltas coded as on slow paths."""
-    if by_value:
+def begin(kind: Mapping[str, bool]) -> None:
+    """Connect; `by_value` has deltas coded as on slow paths, `recorded` changes as recorded."""
+    if kind["by_value"]:
         deltas._MEMORY_COST = 0.0
-    trainer, held = Model(0), [Model(i) for i in (1, 2, 3)]
+    made = Layer if kind["recorded"] else Model
+    trainer, held = made(0), [made(i) for i in (1, 2, 3)]
+    recorded = list(map(as_recorded, recorded_steps())) if kind["recorded"] else []
     hooked: dict[str, torch.Tensor] = {}
 
     def load(pairs: Any) -> None:
@@ -87,7 +116,7 @@ def begin(by_value: bool) -> None:
         ws.WeightReceiver(load, apply="staged"),
     ]
     sender = ws.connect(trainer, to=receivers, delta="always", scrub=SCRUB)
-    _here.append(Chain(trainer, held, hooked, sender))
+    _here.append(Chain(trainer, held, hooked, sender, recorded))
 
 
 def send(count: int) -> dict[str, Any]:

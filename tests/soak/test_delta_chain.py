@@ -26,11 +26,16 @@ class Size:
     quick=Size(updates=300, warm_up=200, growth=0.01),
     whole=Size(updates=10_000, warm_up=1_000, growth=0.01),
 )
-@pytest.mark.parametrize("coding", ["lines", "values"])
+@pytest.mark.parametrize(
+    ("coding", "changes"), [("lines", "random"), ("values", "random"), ("values", "recorded")]
+)
 @pytest.mark.usefixtures("shm_clean")
-def test_a_chain_of_deltas_drifts_nowhere_and_grows_nowhere(coding: str, size: Size) -> None:
+def test_a_chain_of_deltas_drifts_nowhere_and_grows_nowhere(
+    coding: str, changes: str, size: Size
+) -> None:
     with processes.host() as host:
-        host.run(chains.begin, coding == "values")
+        kind = {"by_value": coding == "values", "recorded": changes == "recorded"}
+        host.run(chains.begin, kind)
         host.run(chains.send, 1)  # the whole model, on which the first delta builds
         for _ in range(size.warm_up // TURN):
             first = host.run(chains.send, TURN)
@@ -43,5 +48,8 @@ def test_a_chain_of_deltas_drifts_nowhere_and_grows_nowhere(coding: str, size: S
             assert sent["extra_nbytes"] <= first["extra_nbytes"]
         grown = {kind: n / held[kind] - 1 for kind, n in host.run(chains.memory).items()}
         host.run(chains.end)
-    print(f"{size.updates} deltas by {coding}:", *(f"{k} {g:+.2%}" for k, g in grown.items()))
+    print(
+        f"{size.updates} deltas by {coding}, {changes}:",
+        *(f"{k} {g:+.2%}" for k, g in grown.items()),
+    )
     assert max(grown.values()) <= size.growth
