@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.cli.running import (
     TOKEN,
@@ -69,6 +71,30 @@ def test_a_server_that_cannot_send_leaves_nothing(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "keeps no whole copy" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_files_that_cannot_all_be_moved_leave_nothing(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> Path:
+        raise OSError(f"no room for {target}")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert weightsync("pull", url, tmp_path / "a" / "pulled").exit_code != 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_empty_tensors_are_pulled(tmp_path: Path) -> None:
+    module = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(0), "c": torch.ones(0, 4)})
+    with serving(make_app(WeightReceiver(module, version=2))) as address:
+        result = weightsync("pull", address, tmp_path / "pulled", token=live.TOKEN)
+    assert result.exit_code == 0, result.output
+    held = load_file(tmp_path / "pulled" / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in held.items()} == {
+        "a": [3],
+        "b": [0],
+        "c": [0, 4],
+    }
 
 
 def test_a_server_begins_with_the_weights_of_another(url: str, pushed: int) -> None:

@@ -676,3 +676,81 @@ def test_a_fetch_that_is_interrupted_leaves_the_receiver_as_it_was(
         )
     assert digests(held) == before
     assert receiver.status().state == "READY"
+
+
+class TestEnds:
+    def test_a_trainer_that_comes_and_goes_before_the_update_wins(self, made: Any) -> None:
+        source = made(make("plain", 1), make("plain"))
+        held, other = make("plain", 2), make("plain", 3)
+        receiver = ws.WeightReceiver(held)
+        dispatch = receiver.dispatch
+        once: list[bool] = []
+
+        def overtaking(request: Request) -> Reply:
+            if isinstance(request, UpdateRequest) and request.start and not once:
+                once.append(True)
+                with ws.connect(other, to=dispatching) as sender:
+                    sender.send_weights(40)
+            return dispatch(request)
+
+        def dispatching(message: Mapping[str, Any]) -> object:
+            return codec.reply_to_plain(dispatch(codec.from_plain(message)))
+
+        receiver.dispatch = overtaking  # type: ignore[method-assign]  # to act between messages
+        with pytest.raises((ws.UpdateConflictError, ws.SenderConflictError)):
+            ws.fetch(receiver, source.receiver, timeout_s=2)
+        assert receiver.version == 40
+        assert digests(held) == digests(other)
+
+    def test_a_report_that_is_lost_is_made_here(self, made: Any) -> None:
+        source = made(make("plain", 1), make("plain"))
+        held = make("plain", 2)
+        receiver = ws.WeightReceiver(held)
+
+        def dying(message: Mapping[str, Any]) -> object:
+            if receiver.version:
+                raise ConnectError("it is gone")
+            return source.receiver.handle(message)
+
+        report = ws.fetch(receiver, dying)
+        assert (report.version, report.label, report.verified) == (7, "seven", "held")
+        assert report.path == "shared_memory"
+        assert digests(held) == digests(source.trainer)
+
+    def test_a_module_made_in_inference_mode(self, made: Any) -> None:
+        with torch.inference_mode():
+            module = make("plain", 1)
+        source = made(module, make("plain"))
+        source.renew()
+        held = make("plain", 2)
+        ws.fetch(held, source.receiver)
+        assert digests(held) == digests(source.trainer)
+
+    def test_weights_of_no_sender_have_one_id_until_they_are_written(self) -> None:
+        module = make("plain", 1)
+        source = ws.WeightReceiver(module, version=3)
+        ids = []
+        for _ in range(2):
+            receiver = ws.WeightReceiver(make("plain", 2))
+            ws.fetch(receiver, source)
+            ids.append(receiver.status().weights_id)
+        fill(module, 5)
+        receiver = ws.WeightReceiver(make("plain", 2))
+        ws.fetch(receiver, source)
+        ids.append(receiver.status().weights_id)
+        assert ids[0] == ids[1] != ids[2]
+
+    def test_one_that_is_given_up_changes_nothing(self, made: Any) -> None:
+        source = made(make("plain", 1), make("plain"))
+        held = make("plain", 2)
+        before, receiver, stop = digests(held), ws.WeightReceiver(held), threading.Event()
+        stop.set()
+        with pytest.raises(ws.ProtocolError):
+            fetch_client.fetch_from(
+                CallbackTransport(source.receiver.handle),
+                receiver.dispatch,
+                target="x",
+                timeout_s=TIMEOUT_S,
+                stop=stop,
+            )
+        assert digests(held) == before

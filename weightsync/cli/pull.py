@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -78,14 +78,19 @@ def _new_files(directory: Path) -> Iterator[Path]:
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+    moved: list[Path] = []
     try:
         yield partial
         for file in sorted(partial.iterdir(), key=lambda path: path.suffix == ".json"):
-            file.rename(directory / file.name)
+            moved.append(directory / file.name)
+            file.rename(moved[-1])
     except BaseException:
-        shutil.rmtree(partial)
-        for path in made:
-            path.rmdir()
+        for file in moved:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # somebody else has put something there
+            for path in made:
+                path.rmdir()
         raise
     partial.rmdir()
 
@@ -104,7 +109,7 @@ class _CheckpointSink(HookSink):
         return super().open_target(layout, apply)
 
     def _write(self, pairs: Iterable[NamedTensor]) -> None:
-        tensors = dict(pairs)
+        tensors = {name: tensor if tensor.numel() else tensor.clone() for name, tensor in pairs}
         # Tensors that share memory would be written under one name.
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
         save_torch_state_dict(tensors, self._directory)

@@ -23,7 +23,7 @@ from weightsync.errors import (
     UpdateConflictError,
     WeightSyncError,
 )
-from weightsync.report import SyncReport
+from weightsync.report import ReceiverReport, SyncReport
 from weightsync.transports.base import Transport
 from weightsync.transports.polled import POLL_S
 from weightsync.wire import codec
@@ -60,14 +60,18 @@ _LEAST_TRIES = 3
 
 
 def fetch_from_first(
-    attempts: Sequence[Callable[[], SyncReport]], held: Callable[[], Status], timeout_s: float
+    attempts: Sequence[Callable[[], SyncReport]],
+    held: Callable[[], Status],
+    timeout_s: float,
+    stop: threading.Event | None = None,
 ) -> SyncReport:
     """Return the report of the first attempt that succeeds; `held` is the receiver's status.
 
     Where a source is busy, all are tried again, for `timeout_s` or three times. Raises the errors
     of all of them as the first SourceBusyError, or as the last error. Raises UpdateConflictError
-    where somebody else has updated the receiver meanwhile.
+    where somebody else has updated the receiver meanwhile. `stop`, when set, ends it.
     """
+    stop = stop or threading.Event()
     begun, before = time.monotonic(), _weights_of(held())
     tries = 0
     while True:
@@ -78,17 +82,23 @@ def fetch_from_first(
             except WeightSyncError as exc:
                 errors.append(exc)
                 logger.info("nothing was fetched: %s", exc)
+            if stop.is_set():
+                raise errors[-1]
             if _weights_of(held()) != before:
-                raise UpdateConflictError(
-                    "the receiver was updated by somebody else while it fetched; that is kept"
-                ) from errors[-1]
+                raise _overtaken() from errors[-1]
         tries += 1
         is_busy = [isinstance(error, SourceBusyError) for error in errors]
         late = time.monotonic() - begun > timeout_s and tries >= _LEAST_TRIES
         if late or not any(is_busy):
             chosen = errors[is_busy.index(True)] if any(is_busy) else errors[-1]
             raise _with_all(chosen, errors)
-        time.sleep(_RETRY_S)
+        stop.wait(_RETRY_S)
+
+
+def _overtaken() -> UpdateConflictError:
+    return UpdateConflictError(
+        "the receiver was updated by somebody else while it fetched; that is kept"
+    )
 
 
 def _with_all(error: WeightSyncError, errors: Sequence[WeightSyncError]) -> WeightSyncError:
@@ -156,14 +166,16 @@ class _Fetch:
         self._report: SyncReport | None = None
         self._error: WeightSyncError | None = None
         self._known: set[str] = set()
+        self._before: tuple[int, str | None] | None = None
+        self._path, self._tensors = "", 0
         self._updates: set[str] = set()
         self._senders: set[str] = set()
         self._finished: StepReply | None = None
 
     def run(self) -> SyncReport:
         """Return when the source says that all is done. Raises its error."""
-        status = self._handle(StatusRequest())
-        self._known = set(status.senders) if isinstance(status, Status) else set()
+        status = self._status()
+        self._known, self._before = set(status.senders), _weights_of(status)
         pollers = [
             threading.Thread(target=self._poll, args=(i,), name="weightsync-fetch", daemon=True)
             for i in range(_POLLERS)
@@ -175,6 +187,8 @@ class _Fetch:
                 self._check_progress()
         finally:  # also of an interrupt
             self._end(error=ProtocolError("the fetch was interrupted"))
+            if self._report is None and self._finished is not None:
+                self._report = self._own_report(self._finished)  # the source's was lost
             if self._report is None:
                 self._clean_up()
             until = time.monotonic() + 2 * POLL_S
@@ -183,6 +197,12 @@ class _Fetch:
         if self._report is None:
             raise self._error or ProtocolError(f"{self._source.target} ended without a result")
         return self._report
+
+    def _status(self) -> Status:
+        status = self._handle(StatusRequest())
+        if not isinstance(status, Status):
+            raise ProtocolError(f"{self._target} answers {type(status).__name__} to weight_info")
+        return status
 
     def _check_progress(self) -> None:
         silent_s = time.monotonic() - self._requested_at
@@ -239,17 +259,21 @@ class _Fetch:
 
     def _handled(self, request: Request) -> Reply:
         with self._lock:
-            if self._over.is_set():
+            if self._over.is_set() or self._stop.is_set():
                 raise ProtocolError("this fetch is over")
             self._check_allowed(request)
             self._handling += 1
         try:
+            begins = isinstance(request, UpdateRequest) and request.start is not None
+            if begins and _weights_of(self._status()) != self._before:
+                raise _overtaken()
             reply = self._handle(request)
         finally:
             with self._lock:
                 self._handling -= 1
                 self._requested_at = time.monotonic()
-        if isinstance(request, FinishRequest) and isinstance(reply, StepReply):
+        finished = isinstance(request, FinishRequest) and isinstance(reply, StepReply)
+        if finished and isinstance(reply, StepReply) and reply.verified != "none":
             self._finished = reply
         return reply
 
@@ -262,6 +286,7 @@ class _Fetch:
             case InitRequest(init_info=info) if info is not None:
                 allowed = info.sender not in self._known
                 self._senders.update([info.sender] if allowed else [])
+                self._path, self._tensors = info.path, len(info.manifest.names)
             case ShutdownRequest(sender=sender):
                 allowed = sender in self._senders
             case UpdateRequest(
@@ -278,7 +303,7 @@ class _Fetch:
     def _checked(self, report: SyncReport) -> SyncReport:
         """Return the report as this receiver knows it. Raises ProtocolError where it is untrue."""
         done = self._finished
-        if done is None or done.version != report.version or done.verified == "none":
+        if done is None or done.version != report.version:
             raise ProtocolError(f"{self._source.target} says that it has sent what did not arrive")
         receivers = tuple(
             replace(
@@ -298,6 +323,36 @@ class _Fetch:
             receivers=receivers,
         )
 
+    def _own_report(self, done: StepReply) -> SyncReport:
+        """Return the report of an update that this receiver has committed."""
+        seconds = {**done.seconds, "total": sum(done.seconds.values())}
+        receiver = ReceiverReport(
+            target=self._target,
+            path=self._path,
+            apply=done.apply,
+            verified=done.verified,
+            stall_s=done.stall_s,
+            seconds=done.seconds,
+            source=self._source.target,
+        )
+        return SyncReport(
+            version=done.version,
+            label=self._status().label,
+            update_id=done.update_id or "",
+            tensors=self._tensors,
+            nbytes=done.nbytes,
+            packed=True,
+            path=self._path,
+            apply=done.apply,
+            verified=done.verified,
+            stall_s=done.stall_s,
+            seconds=seconds,
+            control_nbytes=0,
+            control_messages=0,
+            peak_extra_nbytes=0,
+            receivers=(receiver,),
+        )
+
     def _end(
         self, *, report: SyncReport | None = None, error: WeightSyncError | None = None
     ) -> None:
@@ -311,6 +366,9 @@ class _Fetch:
         for update_id in self._updates:
             with suppress(WeightSyncError):
                 self._handle(AbortRequest(update_id=update_id, reason="the fetch failed"))
+        until = time.monotonic() + _CALL_TIMEOUT_S
+        while self._handling and time.monotonic() < until:  # an init, perhaps
+            time.sleep(_TICK_S / 10)
         for sender in self._senders:
             with suppress(WeightSyncError):
                 self._handle(ShutdownRequest(sender=sender))
@@ -323,5 +381,5 @@ def _address_of(target: str) -> str | None:
         return None
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
+    except (OSError, UnicodeError):
         return None

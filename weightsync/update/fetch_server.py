@@ -6,7 +6,9 @@ needs no address, and any transport to the source will do.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from weightsync.report import SyncReport
 from weightsync.transports.polled import PolledTransport
 from weightsync.update.coordinator import Coordinator
 from weightsync.update.fleet import Fleet
+from weightsync.update.incoming import InUse
 from weightsync.update.paths import PathSelector
 from weightsync.update.session import ReceiverSession
 from weightsync.wire.messages import FetchReply, FetchRequest
@@ -179,8 +182,9 @@ class WeightsInUse:
         starts, is_open = session.starts, session.open_update is not None
         found = session.load_targets.in_use(lifecycle.weights_id)
         self.manifest, self._tensors = found.manifest, found.tensors
-        own_id = f"{lifecycle.weights_id or 'initial'} of {instance}"[:128]
-        self.weights_id = lifecycle.weights_id if found.as_sent else own_id
+        self.weights_id = (
+            lifecycle.weights_id if found.as_sent else _own_id(session, instance, found)
+        )
         self._stays = found.stays
         if is_open and not found.stays:
             raise SourceBusyError(
@@ -211,3 +215,11 @@ class WeightsInUse:
         except NotReadyError:
             same = False
         return [] if same else [spec.name for spec in self.manifest.specs]
+
+
+def _own_id(session: ReceiverSession, instance: str, found: InUse) -> str:
+    """Return an id of weights that are no sender's: the same as long as nothing writes to them."""
+    if found.writes is None:
+        return f"of {instance}-{secrets.token_hex(8)}"
+    held = (session.lifecycle.weights_id, session.lifecycle.version, session.starts, found.writes)
+    return f"of {instance}-{hashlib.blake2b(repr(held).encode(), digest_size=8).hexdigest()}"

@@ -27,7 +27,7 @@ from weightsync.weights.delta_coding import zstd
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import LineMemory
-from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink
+from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.wire.messages import DeltaForm, StepReply
 
 logger = logging.getLogger(__name__)
@@ -185,12 +185,14 @@ class InUse:
 
     `stays`: they keep their bytes until a commit; else the next update overwrites them as it comes.
     `as_sent`: they are those of the last update, not cast, and nothing else has changed them.
+    `writes` counts the writes to each; None where that is not known.
     """
 
     manifest: Manifest
     tensors: list[torch.Tensor]
     stays: bool
     as_sent: bool
+    writes: list[int] | None = None
 
 
 _KEPT_SUBSETS = 2
@@ -294,7 +296,13 @@ class LoadTargets:
                 as_sent = (
                     same and written and self._whole is not None and self._whole[1].is_in_use()
                 )
-                return InUse(manifest, tensors, stays=self.apply == "staged", as_sent=as_sent)
+                return InUse(
+                    manifest,
+                    tensors,
+                    stays=self.apply == "staged",
+                    as_sent=as_sent,
+                    writes=write_counts(tensors),
+                )
             copy = self._copy_of(weights_id)
         if layout is None or copy is None:
             raise ConfigError(

@@ -122,7 +122,7 @@ class Joining:
         held = partial(_status, worker, self._fleet.brief_s)
         future: Future[SyncReport] = Future()
         threads: CallThreads[SyncReport] = CallThreads()
-        threads.submit(partial(fetch_from_first, attempts, held, timeout_s), future)
+        threads.submit(partial(fetch_from_first, attempts, held, timeout_s, stop), future)
         threads.close()
         try:
             while not wait([future], _LOOK_S).done:  # the other ranks are kept waiting

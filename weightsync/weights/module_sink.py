@@ -407,7 +407,7 @@ class ModuleSink(WeightSink):
 
     def in_use(self, manifest: Manifest) -> list[torch.Tensor] | None:
         """Return the module's tensors that `manifest` names."""
-        return [group[0].detach() for group in self.targets(manifest)]
+        return [_readable(group[0]) for group in self.targets(manifest)]
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of the tensors in use by name, aliases included.
@@ -515,6 +515,16 @@ def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -
         and is_plain(tensor, spec)
         and tensor.device == device
     )
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its history; through a new one where torch would refuse views."""
+    if write_counts([tensor]) is not None:
+        return tensor.detach()
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        storage = tensor.untyped_storage()
+        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class _ModuleTarget(LoadTarget):
