@@ -19,6 +19,7 @@ from tests.e2e.relays import Relay
 from weightsync.backends.ipc.sender import MAX_READERS
 from weightsync.wire.messages import (
     AbortRequest,
+    FetchRequest,
     FinishRequest,
     InitRequest,
     ShutdownRequest,
@@ -44,6 +45,11 @@ def make(host: Host, count: int, *, apply: str = "mixed", **place: Any) -> list[
     return relays
 
 
+def keeps_no_copy(host: Host, name: str = "hook") -> Relay:
+    """A receiver from which others cannot fetch."""
+    return Relay(host.receiver(sink="hook", apply="in_place", model="plain"), name)
+
+
 def connect(model: torch.nn.Module, to: object, form: str = "packed", **more: Any) -> Any:
     settings: dict[str, Any] = {"timeout_s": TIMEOUT_S, **FORMS[form], **more}
     return ws.connect(model, to=to, **settings)  # type: ignore[arg-type]  # a target or several
@@ -58,12 +64,12 @@ def holds(relays: list[Relay], version: int, model: torch.nn.Module) -> None:
 
 
 def frozen(relays: list[Relay]) -> Callable[[], None]:
-    """Return what asserts that these got no message, and are as they were."""
+    """Return what asserts that these are as they were, and were only asked for what they hold."""
     before = [(len(relay.seen), relay.remote.status()) for relay in relays]
 
     def check() -> None:
         for relay, (seen, status) in zip(relays, before, strict=True):
-            assert relay.seen[seen:] == [], relay.name
+            assert set(relay.seen[seen:]) <= {StatusRequest, FetchRequest}, relay.name
             now = relay.remote.status()
             for each in (status, now):
                 for entry in each.get("shared_memory", []):
@@ -126,7 +132,7 @@ class TestJoining:
 
         with connect(model, first) as sender:
             sender.send_weights(version=4)
-            late.after[InitRequest] = look
+            late.after[InitRequest] = lambda: None if told else look()
             sender.add(late)
             assert [state for state, _ in told] == ["CATCHING_UP", "503"]
             assert all("holds version 0" in text and "version 4" in text for _, text in told)
@@ -138,19 +144,21 @@ class TestJoining:
         first, late = make(host, 2)
         with connect(model, first) as sender:
             sender.send_weights(version=5)
+        sent = digests(model)
         fill(model, seed=2)
         with connect(model, first) as resumed:
             assert resumed.version == 5
-            assert resumed.add(late) is None
-            assert late.remote.status()["state"] == "CATCHING_UP"
+            assert resumed.add(late) is not None  # by the first
+            assert late.remote.reading() == 5
+            assert late.remote.digests() == sent
             with pytest.raises(ws.ConfigError, match="has not sent version 5"):
                 resumed.resync(late.name)
             resumed.send_weights()
             holds([first, late], 6, model)
 
     def test_a_joiner_whose_sender_leaves_is_ready_again(self, host: Host) -> None:
-        model = models.make("plain", seed=1)
-        first, late = make(host, 2)
+        model, (late,) = models.make("plain", seed=1), make(host, 1)
+        first = keeps_no_copy(host)
         with connect(model, first) as sender:
             sender.send_weights()
         with connect(model, first) as sender:
@@ -175,29 +183,37 @@ class TestJoining:
             holds([ahead, behind], 4, model)
 
     def test_a_changed_source_is_not_passed_off_as_the_version_sent(self, host: Host) -> None:
-        model = models.make("plain", seed=1)
-        first, second, late = make(host, 3)
+        model, (late,) = models.make("plain", seed=1), make(host, 1)
+        first, second = keeps_no_copy(host), keeps_no_copy(host, "another")
         with connect(model, [first, second]) as sender:
             sender.send_weights()
-            sent = digests(model)
             fill(model, seed=2)
             undisturbed = frozen([first, second])
             with pytest.raises(ws.TransferError, match="changed since version 1"):
                 sender.add(late)
             undisturbed()
             assert sender.targets == [first.name, second.name]
-            with pytest.raises(ws.TransferError, match="changed since version 1"):
-                sender.resync(first.name)
-            assert first.remote.digests() == second.remote.digests() == sent
             assert late.remote.reading() == 0
             assert not late.remote.status().get("shared_memory")
             sender.send_weights()
             holds([first, second], 2, model)
 
+    def test_a_changed_source_is_not_sent_again(self, host: Host) -> None:
+        model, (first, second) = models.make("plain", seed=1), make(host, 2)
+        with connect(model, [first, second]) as sender:
+            sender.send_weights()
+            sent = digests(model)
+            fill(model, seed=2)
+            with pytest.raises(ws.TransferError, match="changed since version 1"):
+                sender.resync(first.name)
+            assert first.remote.digests() == second.remote.digests() == sent
+            sender.send_weights()
+            holds([first, second], 2, model)
+
     @pytest.mark.parametrize("step", ["init", "start", "load", "finish"])
     def test_a_joiner_that_fails_leaves_no_trace(self, host: Host, step: Any) -> None:
-        model = models.make("plain", seed=1)
-        first, second, late = make(host, 3)
+        model, (late,) = models.make("plain", seed=1), make(host, 1)
+        first, second = keeps_no_copy(host), keeps_no_copy(host, "another")
         with connect(model, [first, second]) as sender:
             sender.send_weights()
             late.remote.sabotage(step, "raise")
@@ -211,6 +227,20 @@ class TestJoining:
             sender.send_weights()
             holds([first, second], 2, model)
             assert sender.add(late) is not None
+            holds([first, second, late], 2, model)
+
+    @pytest.mark.parametrize("step", ["init", "start", "load", "finish"])
+    def test_a_joiner_that_fails_once_is_sent_the_version(self, host: Host, step: Any) -> None:
+        """What it cannot fetch from a receiver, the source sends."""
+        model = models.make("plain", seed=1)
+        first, second, late = make(host, 3, apply="staged")
+        with connect(model, [first, second]) as sender:
+            sender.send_weights()
+            late.remote.sabotage(step, "raise")
+            assert sender.add(late) is not None
+            holds([first, second, late], 1, model)
+            fill(model, seed=2)
+            sender.send_weights()
             holds([first, second, late], 2, model)
 
 

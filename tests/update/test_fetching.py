@@ -381,10 +381,13 @@ class TestBadPeers:
         held, other = make("plain", 2), make("plain", 3)
         receiver = ws.WeightReceiver(held)
 
+        alone = threading.Lock()
+
         def busy(_: Mapping[str, Any]) -> object:
-            if receiver.version == 0:
-                with ws.connect(other, to=receiver) as sender:
-                    sender.send_weights(40)
+            with alone:  # it is called by several threads
+                if receiver.version == 0:
+                    with ws.connect(other, to=receiver) as sender:
+                        sender.send_weights(40)
             raise ws.SourceBusyError("later")
 
         with pytest.raises(ws.UpdateConflictError, match="by somebody else"):

@@ -134,6 +134,8 @@ class _Fetch:
         ranks = alone()  # whatever other ranks this process has
         group = RankGroup(RankWorker(source, options, ranks, backends, "off"), ranks)
         with closing(group), closing(self._fleet(group)) as fleet:
+            if wanted is not None:  # as part of a fleet, it may not generate with older weights
+                fleet.version = source.version
             paths = PathSelector(fleet, options, backends, ordered=False, unusable=unusable)
             coordinator = Coordinator(fleet, paths, takeover=False)
             try:

@@ -289,8 +289,8 @@ class FetchRequest(Message, frozen=True, kw_only=True):
     A call that is repeated gets the same reply.
 
     `address` is the address at which the caller reaches this host, `backend` as in `connect`,
-    `timeout_s` bounds every wait for progress. With `weights_id` only these weights are sent, as
-    they were received.
+    `timeout_s` bounds every wait for progress. With `weights_id`, of a fleet that the caller joins,
+    only these weights are sent, as they were received, and it is CATCHING_UP until it has them.
     """
 
     fetch_id: UpdateId
