@@ -719,6 +719,8 @@ class TestEnds:
         assert (report.version, report.label, report.verified) == (7, "seven", "held")
         assert report.path == "shared_memory"
         assert digests(held) == digests(source.trainer)
+        assert receiver.status().senders == {}
+        assert receiver.shared_memory_usage() == []
 
     def test_a_module_made_in_inference_mode(self, made: Any) -> None:
         with torch.inference_mode():

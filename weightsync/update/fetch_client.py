@@ -187,10 +187,10 @@ class _Fetch:
                 self._check_progress()
         finally:  # also of an interrupt
             self._end(error=ProtocolError("the fetch was interrupted"))
-            if self._report is None and self._finished is not None:
-                self._report = self._own_report(self._finished)  # the source's was lost
             if self._report is None:
                 self._clean_up()
+            if self._report is None and self._finished is not None:
+                self._report = self._own_report(self._finished)  # the source's was lost
             until = time.monotonic() + 2 * POLL_S
             for poller in pollers:  # one whose call hangs handles nothing any more
                 poller.join(max(until - time.monotonic(), 0.0))
@@ -272,8 +272,8 @@ class _Fetch:
             with self._lock:
                 self._handling -= 1
                 self._requested_at = time.monotonic()
-        finished = isinstance(request, FinishRequest) and isinstance(reply, StepReply)
-        if finished and isinstance(reply, StepReply) and reply.verified != "none":
+        is_finish = isinstance(request, FinishRequest)
+        if is_finish and isinstance(reply, StepReply) and reply.verified != "none":
             self._finished = reply
         return reply
 
@@ -285,8 +285,9 @@ class _Fetch:
                 allowed = True
             case InitRequest(init_info=info) if info is not None:
                 allowed = info.sender not in self._known
-                self._senders.update([info.sender] if allowed else [])
-                self._path, self._tensors = info.path, len(info.manifest.names)
+                if allowed:
+                    self._senders.add(info.sender)
+                    self._path, self._tensors = info.path, len(info.manifest.names)
             case ShutdownRequest(sender=sender):
                 allowed = sender in self._senders
             case UpdateRequest(
@@ -294,7 +295,8 @@ class _Fetch:
             ):
                 begins = start is not None and not start.partial
                 allowed = info.sender in self._senders and (begins or update_id in self._updates)
-                self._updates.update([update_id] if allowed else [])
+                if allowed:
+                    self._updates.add(update_id)
             case FinishRequest(update_id=update_id) | AbortRequest(update_id=update_id):
                 allowed = update_id in self._updates
         if not allowed:
