@@ -1,7 +1,7 @@
 """Ends threads inside torch before the interpreter exits.
 
-A daemon thread that returns from an operator of torch while the interpreter exits aborts the
-process: "terminate called without an active exception".
+A daemon thread that returns from an operator of torch, or from freeing a tensor, while the
+interpreter exits aborts the process: "terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -56,12 +56,19 @@ class TorchCalls:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Run the block as a call. Raises as `check` does."""
+        """Run the block as a call. Raises as `check` does.
+
+        An error that leaves it after `end` is kept: its frames would free tensors outside.
+        """
         call = object()
         try:
             self._inside.add(call)  # before the check: `end` looks after it has set the flag
             self.check()
             yield
+        except BaseException as exc:
+            if self._ends:
+                keep_frames(exc)
+            raise
         finally:
             self._inside.discard(call)
 
@@ -83,23 +90,35 @@ def never_destroy(held: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # module globals are cleared at exit
 
 
+def keep_frames(error: BaseException) -> None:
+    """Keep an error and those that led to it for ever, with their frames and what these hold."""
+    waiting: list[BaseException | None] = [error]
+    kept = set[int]()
+    while waiting:
+        seen = waiting.pop()
+        if seen is not None and id(seen) not in kept:
+            kept.add(id(seen))
+            never_destroy((seen, seen.__traceback__))
+            waiting += [seen.__cause__, seen.__context__]
+
+
 def _end_all() -> None:
     """End all members, even when one of them raises or Ctrl-C is pressed.
 
-    All of them are told before one is waited for: a thread of one may wait for another.
+    All of them are told before one is waited for: a thread of one may wait for another, and each
+    has all of the time.
     """
     deadline = time.monotonic() + _END_S
     with _lock:
         members = list(_members)
     with ExitStack() as waits, ExitStack() as ends:
-        for waiting, member in enumerate(members, 1):  # the last of them is ended first
-            waits.callback(_wait, member, deadline, waiting)
+        for member in members:
+            waits.callback(_wait, member, deadline)
             ends.callback(member.end, 0.0)
 
 
-def _wait(member: EndsAtExit, deadline: float, waiting: int) -> None:
-    """Wait for one member; each of the `waiting` members has an equal share of the time left."""
-    member.end(max(0.0, deadline - time.monotonic()) / waiting)
+def _wait(member: EndsAtExit, deadline: float) -> None:
+    member.end(max(0.0, deadline - time.monotonic()))
 
 
 def _forget_in_child() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from weightsync.errors import TransportError, WeightSyncError
+from weightsync.errors import TransferCancelled, TransportError, WeightSyncError
+from weightsync.interpreter_exit import TorchCalls, keep_frames
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 _OURS = str(Path(__file__).parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep  # below the standard library, in some layouts
+_drops = TorchCalls()
 
 
 def concise(call: Callable[P, T]) -> Callable[P, T]:
@@ -43,8 +45,13 @@ def shortened(error: WeightSyncError) -> WeightSyncError:
     what the message says.
     """
     logger.debug("%s was raised", type(error).__name__, exc_info=error)
-    error.__cause__ = _cause_of_the_user(error)
-    return error.with_traceback(None)
+    try:
+        with _drops.inside():  # the frames may hold the last references to tensors
+            error.__cause__ = _cause_of_the_user(error)
+            return error.with_traceback(None)
+    except TransferCancelled:
+        keep_frames(error)
+        return error.with_traceback(None)
 
 
 def _cause_of_the_user(error: WeightSyncError) -> BaseException | None:

@@ -115,6 +115,50 @@ def hook(pairs):
 
 sender = ws.connect(model, to=ws.WeightReceiver(hook, apply="in_place"), dtype="float32")
 """
+FREEING = """
+import contextlib, math, sys, threading, time
+import numpy as np
+import torch
+import weightsync as ws
+
+how = sys.argv[1]
+leaves = threading.Event()
+
+class Slow(bytearray):
+    def __del__(self):
+        if how == "while an error is raised":
+            leaves.set()
+        time.sleep(0.2)  # torch, which frees this memory, waits for the interpreter
+
+def source():
+    yield "first", torch.zeros(64)
+    value = 0.0 if sender is None or how == "while it waits" else math.nan
+    memory = Slow(np.full(1 << 14, value, np.float32).tobytes())
+    yield "second", torch.from_numpy(np.frombuffer(memory, np.float32))
+
+def hook(pairs):
+    for _ in pairs:
+        if how == "while it waits":
+            leaves.set()
+            time.sleep(0.1)
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        sender.send_weights()
+
+sender = None
+sender = ws.connect(
+    source,
+    to=ws.WeightReceiver(hook, apply="in_place"),
+    bucket_nbytes=256,
+    num_buckets=2,
+    check_finite="raise",
+)
+leaves.clear()
+threading.Thread(target=send, daemon=True).start()
+assert leaves.wait(60)
+print("leaves", flush=True)
+"""
 RANK = """
 import contextlib, sys, threading, time
 import torch
@@ -335,6 +379,18 @@ def test_a_sender_and_its_receiver_in_one_process() -> None:
             check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+
+
+@pytest.mark.parametrize("when", ["while it waits", "while an error is raised"])
+def test_a_thread_that_frees_tensors_late(when: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREEING, when],
+        timeout=processes.WAIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
 
 
 def test_two_ranks_that_send_again_and_again(tmp_path: Path) -> None:
