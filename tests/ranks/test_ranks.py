@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,32 @@ def out_of_step(rank: int) -> list[Seen]:
     return [first, seen(ranks.agree)]
 
 
+class Recording:
+    """A group that remembers the objects of its collectives, without holding them."""
+
+    def __init__(self, group: Any) -> None:
+        self.works: list[weakref.ref[dist.Work]] = []
+        self._group = group
+
+    def __getattr__(self, name: str) -> Callable[..., dist.Work]:
+        def call(*args: object) -> dist.Work:
+            work: dist.Work = getattr(self._group, name)(*args)
+            self.works.append(weakref.ref(work))
+            return work
+
+        return call
+
+
+def hold_works(_: int) -> tuple[bool, bool]:
+    ranks = joined()
+    recording = ranks._group = Recording(ranks._group)
+    ranks.exchange(b"x")
+    last = recording.works[-1]
+    held = last() is not None
+    ranks.close()
+    return held, last() is not None
+
+
 def missing_one(rank: int, absent: list[int]) -> Seen | list[bytes]:
     """The absent ranks come later, when the others have given up once and come again."""
     if rank in absent:
@@ -99,6 +126,11 @@ class TestTogether:
         told = [b"x" * rank for rank in range(size)]
         firsts = [bytes([rank]) for rank in range(size)]
         assert crew.run(talk) == [(told, b"\0handles", b"", firsts)] * size
+
+    def test_a_collective_is_freed_by_no_thread_of_gloo(self, ranks_of: tuple[int, Crew]) -> None:
+        """At interpreter exit that would abort the process."""
+        size, crew = ranks_of
+        assert crew.run(hold_works) == [(True, False)] * size
 
     def test_two_senders_of_one_trainer(self, ranks_of: tuple[int, Crew]) -> None:
         size, crew = ranks_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -41,6 +42,12 @@ _MAX_POLL_S = 0.1
 _CANCEL_POLL_S = 0.2
 _LOST = "lost"
 _WAIT_SLICE = timedelta(seconds=0.2)
+_KEPT_WORKS = 4
+"""Collectives whose objects are kept after their end.
+
+A thread of Gloo would free their tensors if it were the last to hold them. For that it takes the
+interpreter's lock, which aborts the process while the interpreter exits.
+"""
 
 # Every call begins with an allreduce of one int64: each rank adds 1 to the bit field of its call.
 _FIELD_BITS = 15
@@ -152,6 +159,7 @@ class RankComm:
         self.timeout_s = timeout_s
         self.store: Store | None = PrefixStore("notes", rendezvous.store)
         self._group = group
+        self._works: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
         self._rendezvous = rendezvous
         self._broken: str | None = None
         self.calls = TorchCalls()
@@ -229,6 +237,7 @@ class RankComm:
 
     def close(self) -> None:
         """Leave the group; not collective, may be called twice."""
+        self._works.clear()  # they hold the group's sockets
         self._group = None
 
     def _synchronize(
@@ -266,7 +275,7 @@ class RankComm:
             f"in {there}()"
             for there in sorted(set(calls))
         )
-        self._group = None
+        self.close()
         self._broken = (
             f"the trainer's ranks are not in step: {', '.join(where)}; every rank has to make the "
             "same calls on its sender, in the same order"
@@ -295,22 +304,21 @@ class RankComm:
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
-        failure = self._outcome(start(self._group), look)
+        self._works.append(start(self._group))
+        failure = self._outcome(look)
         if failure is not None:
             self._lose(failure, time.monotonic() - began)
 
-    def _outcome(
-        self, work: dist.Work, look: Callable[[], None] | None = None
-    ) -> RuntimeError | None:
-        """Wait for a collective in slices, so that Ctrl-C interrupts; return its error or None.
+    def _outcome(self, look: Callable[[], None] | None = None) -> RuntimeError | None:
+        """Wait for the collective in slices, so that Ctrl-C interrupts; return its error or None.
 
         Without the traceback, whose frames would keep the group's sockets open and the others
         waiting.
         """
         while True:
-            completed = work.is_completed()
+            completed = self._works[-1].is_completed()
             try:
-                work.wait(_WAIT_SLICE)
+                self._works[-1].wait(_WAIT_SLICE)
             except RuntimeError as exc:
                 if completed:
                     return exc.with_traceback(None)
@@ -329,7 +337,7 @@ class RankComm:
 
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
         """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
-        self._group = None
+        self.close()
         with suppress(RuntimeError):
             if self.store is not None:
                 self.store.set(_LOST, "1")
@@ -350,6 +358,7 @@ class SingleRank(RankComm):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = self.process_group = self._group = self._broken = None
+        self._works = deque()
         self.calls = TorchCalls()
 
     def _synchronize(
