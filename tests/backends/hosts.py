@@ -166,7 +166,7 @@ class Party:
             packed=True, bucket_nbytes=BUCKET_NBYTES, num_buckets=num_buckets, timeout_s=timeout_s
         )
         self.ring = IpcTrainerEngine(self.source, options)
-        self.engine = TcpTrainerEngine(self.ring, options)
+        self.engine = TcpTrainerEngine(self.source, self.ring, options)
         self._readers: dict[Worker, Reader] = {}
         self._indices = itertools.count()
         self.updates = 0

@@ -81,7 +81,7 @@ def test_what_lies_beyond_the_registered_memory_is_not_read(
 ) -> None:
     beyond = torch.zeros(NBYTES, dtype=torch.uint8)
     monkeypatch.setattr(
-        carrier_module, "_PLACE", Lying(carrier_module._PLACE, address=beyond.data_ptr())
+        carrier_module, "_PIECE", Lying(carrier_module._PIECE, address=beyond.data_ptr())
     )
     pair.window.begin(1, 1, [0])
     pair.window.offer(0, pair.sent[0].numpy().data, [])
@@ -96,10 +96,10 @@ class Lying:
 
     def __init__(self, real: struct.Struct, address: int) -> None:
         self._real, self._address, self.size = real, address, real.size
-        self.unpack = real.unpack
+        self.iter_unpack = real.iter_unpack
 
-    def pack(self, _: int, nbytes: int) -> bytes:
-        return self._real.pack(self._address, nbytes)
+    def pack(self, position: int, _: int, nbytes: int) -> bytes:
+        return self._real.pack(position, self._address, nbytes)
 
 
 def test_a_chunk_of_another_size_is_refused(pair: Pair) -> None:

@@ -12,7 +12,7 @@ from weightsync.backends.base import Reader, Replies, TransferOptions
 from weightsync.backends.ipc.sender import MAX_READERS, RELAY_READER, IpcTrainerEngine
 from weightsync.backends.tcp.payload import HostRing, Peer, TcpInit
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
-from weightsync.weights.source import StateDictSource
+from weightsync.weights.source import StateDictSource, WeightSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 OPTIONS = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=4)
@@ -21,9 +21,9 @@ OPTIONS = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=4)
 class Fleet:
     """Readers that are connected, without anything behind them."""
 
-    def __init__(self, ring: IpcTrainerEngine) -> None:
+    def __init__(self, source: WeightSource, ring: IpcTrainerEngine) -> None:
         self.ring = ring
-        self.engine = TcpTrainerEngine(ring, OPTIONS)
+        self.engine = TcpTrainerEngine(source, ring, OPTIONS)
         self.generation = 0
         self.roles: dict[int, TcpInit] = {}
         self.readers: dict[int, Reader] = {}
@@ -64,8 +64,9 @@ class Fleet:
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    with closing(IpcTrainerEngine(StateDictSource({"w": torch.zeros(9)}), OPTIONS)) as ring:
-        made = Fleet(ring)
+    source = StateDictSource({"w": torch.zeros(9)})
+    with closing(IpcTrainerEngine(source, OPTIONS)) as ring:
+        made = Fleet(source, ring)
         with closing(made.engine):
             yield made
 

@@ -218,6 +218,18 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
             raise ConfigError("no packed update is in progress")
         return self._stream
 
+    @property
+    def chunked(self) -> StreamLayout:
+        """The layout of packed updates of the whole source."""
+        return self._packer.layout
+
+    def leave(self, reader: int) -> None:
+        """Go on without a reader in the packed update that has begun; without any, pack nothing."""
+        control = self._control
+        control.active = tuple(active for active in control.active if active != reader)
+        if not control.active:
+            self._update = lambda _: None
+
     def never_spin(self) -> None:
         """Never spin: a reader that relays chunks needs the processor."""
         self._writer.spin_s = 0.0

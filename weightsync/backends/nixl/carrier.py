@@ -1,12 +1,14 @@
 """Chunks cross by one-sided reads: the reading host's NIXL fetches them from the other's ring.
 
-The connection carries heads, fingerprints and where a chunk lies. The ring of each process is
-registered once, and its agent's metadata goes over each connection once, which needs the sender's
-secret. A connection belongs to one process, so metadata of a process that is gone is never used.
+The connection carries heads, fingerprints and where a chunk lies: in the ring, or in the tensors of
+the trainer. Both are registered once, and an agent's metadata goes over each connection once, which
+needs the sender's secret. A connection belongs to one process, so metadata of a process that is
+gone is never used.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -20,10 +22,17 @@ import numpy as np
 import torch
 
 from weightsync.backends.tcp.connection import Check, Connection, Frame, FrameKind
-from weightsync.backends.tcp.window import NO_BYTES
+from weightsync.backends.tcp.window import NO_BYTES, Data, Pieces
 from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
 
-_PLACE = struct.Struct("<QQ")
+logger = logging.getLogger(__name__)
+
+GPU_VARIABLE = "WEIGHTSYNC_NIXL_GPU"
+"""Environment variable: 1 lends tensors on a GPU too. Experimental: it has never run."""
+_HEAD = struct.Struct("<qQ")
+"""The index of a GPU, -1 for host memory, and the number of pieces."""
+_PIECE = struct.Struct("<QQQ")
+_MOST_PIECES = 1 << 20
 _MOST_METADATA = 1 << 24
 _SPIN_S, _SLEEP_S = 0.05, 0.0002
 _WAITING_S = 0.25
@@ -40,7 +49,8 @@ class NixlCarrier:
         self._lock = threading.Lock()
         self._agent: Any = _make_agent()
         self._memory: list[torch.Tensor] = []
-        self._registered: Any = None
+        self._registered: list[Any] = []
+        self._lent: list[torch.Tensor] = []
         self._spare = threading.Lock()
         self._peers: dict[Connection, str] = {}
         self._closed = False
@@ -49,7 +59,24 @@ class NixlCarrier:
         """Register the ring, and one bucket more for chunks that are read from elsewhere."""
         self._memory = [*buckets, torch.empty_like(buckets[0])]
         with self._lock, _errors("registering memory", BackendUnavailableError):
-            self._registered = self._agent.register_memory(self._memory)
+            self._registered.append(self._agent.register_memory(self._memory))
+
+    def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Register the tensors' memory; False where NIXL cannot, or for a GPU without opting in."""
+        device = tensors[0].device
+        on_gpu = device.type == "cuda"
+        if on_gpu and os.environ.get(GPU_VARIABLE) != "1":
+            return False
+        regions = [(start, size, device.index or 0, "") for start, size in _regions(tensors)]
+        try:
+            with self._lock, _errors("registering the trainer's tensors"):
+                registered = self._agent.register_memory(regions, mem_type=_kind(on_gpu=on_gpu))
+        except TransferError as exc:
+            logger.warning("%s; they are packed into a ring instead", exc)
+            return False
+        self._registered.append(registered)
+        self._lent = list(tensors)
+        return True
 
     def send_metadata(self, connection: Connection) -> None:
         """Send the agent's metadata."""
@@ -70,30 +97,35 @@ class NixlCarrier:
         self._peers[connection] = name.decode() if isinstance(name, bytes) else str(name)
 
     def send(
-        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
+        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: Data
     ) -> None:
-        """Send the address of a chunk, and wait until the other host has read it."""
+        """Send the addresses of a chunk, and wait until the other host has read it."""
+        if isinstance(data, Pieces):
+            self._lend(connection, frame, fingerprints, data)
+            return
         memory = self._memory  # which another thread may release
         if not memory:
             raise TransferError("this host does not serve any more")
         address = _address_of(data) if data else memory[0].data_ptr()
         if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in memory):
-            self._lend(connection, frame, fingerprints, address)
+            self._lend(connection, frame, fingerprints, _whole(address, data))
             return
         while not self._spare.acquire(timeout=_WAITING_S):  # another host reads from it
             connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
         try:  # read again from the source
             spare = memory[-1]
             spare.numpy().data[: len(data)] = data
-            self._lend(connection, frame, fingerprints, spare.data_ptr())
+            self._lend(connection, frame, fingerprints, _whole(spare.data_ptr(), data))
         finally:
             self._spare.release()
 
     def _lend(
-        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], address: int
+        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], pieces: Pieces
     ) -> None:
-        place = _PLACE.pack(address, frame.nbytes)
-        connection.send_frame(frame, fingerprints, memoryview(place))
+        places = pieces.places
+        head = _HEAD.pack(-1 if pieces.device is None else pieces.device, len(places))
+        packed = b"".join([head, *(_PIECE.pack(*place) for place in places)])
+        connection.send_frame(frame, fingerprints, memoryview(packed))
         begun = time.monotonic()
         while not connection.take_ack():
             if self._closed:
@@ -105,20 +137,24 @@ class NixlCarrier:
 
     def receive(self, connection: Connection, frame: Frame, into: memoryview, check: Check) -> None:
         """Fetch a chunk."""
-        address, nbytes = self._place_of(connection, check)
-        if nbytes != len(into):
-            raise ProtocolError(f"{nbytes} bytes are offered, where {len(into)} come next")
-        if nbytes:
-            self._read(connection, into, address, check)
+        pieces = self._pieces(connection, check)
+        if len(pieces) != len(into):
+            raise ProtocolError(f"{len(pieces)} bytes are offered, where {len(into)} come next")
+        _clear_gaps(pieces, into)
+        if pieces:
+            self._read(connection, into, pieces, check)
         if not connection.is_open:  # the other host may have used the memory for something else
             raise TransferError("the connection was closed while a chunk was read")
         connection.send_ack()
 
-    def _read(self, connection: Connection, into: memoryview, address: int, check: Check) -> None:
-        agent, peer, nbytes = self._agent, self._peers[connection], len(into)
+    def _read(self, connection: Connection, into: memoryview, pieces: Pieces, check: Check) -> None:
+        agent, peer, start = self._agent, self._peers[connection], _address_of(into)
+        here = [(start + position, nbytes, 0) for position, _, nbytes in pieces.places]
+        device = pieces.device or 0
+        there = [(address, nbytes, device) for _, address, nbytes in pieces.places]
         with self._lock, _errors("starting to read"):
-            local = agent.get_xfer_descs([(_address_of(into), nbytes, 0)], mem_type="DRAM")
-            remote = agent.get_xfer_descs([(address, nbytes, 0)], mem_type="DRAM")
+            local = agent.get_xfer_descs(here, mem_type=_kind(on_gpu=False))
+            remote = agent.get_xfer_descs(there, mem_type=_kind(on_gpu=pieces.device is not None))
             handle = agent.initialize_xfer("READ", local, remote, peer)
             state = agent.transfer(handle)
         try:
@@ -142,7 +178,7 @@ class NixlCarrier:
 
     def skip(self, connection: Connection, frame: Frame, check: Check) -> None:
         """Do not fetch a chunk."""
-        self._place_of(connection, check)
+        self._pieces(connection, check)
         connection.send_ack()
 
     def leave(self, connection: Connection) -> None:
@@ -158,18 +194,27 @@ class NixlCarrier:
         for connection in list(self._peers):
             self.leave(connection)
         with self._lock:
-            registered, self._registered = self._registered, None
-            if registered is not None:
+            while self._registered:
                 with suppress(Exception):
-                    self._agent.deregister_memory(registered)
+                    self._agent.deregister_memory(self._registered.pop())
             self._agent = None
-            self._memory = []
+            self._memory, self._lent = [], []
 
-    def _place_of(self, connection: Connection, check: Check) -> tuple[int, int]:
-        place = bytearray(_PLACE.size)
-        connection.read_data(memoryview(place), check)
-        address, nbytes = _PLACE.unpack(place)
-        return address, nbytes
+    def _pieces(self, connection: Connection, check: Check) -> Pieces:
+        head = bytearray(_HEAD.size)
+        connection.read_data(memoryview(head), check)
+        device, count = _HEAD.unpack(head)
+        if count > _MOST_PIECES:
+            raise ProtocolError(f"a chunk of {count} pieces is offered")
+        packed = bytearray(count * _PIECE.size)
+        connection.read_data(memoryview(packed), check)
+        pieces = Pieces(list(_PIECE.iter_unpack(packed)), None if device < 0 else device)
+        end = 0
+        for position, _, nbytes in pieces.places:
+            if position < end:
+                raise ProtocolError("the pieces of a chunk overlap")
+            end = position + nbytes
+        return pieces
 
 
 def _make_agent() -> Any:
@@ -194,6 +239,36 @@ def _pause(begun: float) -> None:
 
 def _address_of(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+def _whole(address: int, data: memoryview) -> Pieces:
+    return Pieces([(0, address, len(data))] if data else [])
+
+
+def _kind(*, on_gpu: bool) -> str:
+    """Return NIXL's name of a kind of memory."""
+    return "VRAM" if on_gpu else "DRAM"
+
+
+def _regions(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of the memory of tensors, of neighbours together."""
+    start = stop = 0
+    for begin, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes):
+        if begin > stop:
+            if stop:
+                yield start, stop - start
+            start = begin
+        stop = max(stop, end)
+    if stop:
+        yield start, stop - start
+
+
+def _clear_gaps(pieces: Pieces, into: memoryview) -> None:
+    """Set the bytes between the pieces to zero."""
+    memory, end = np.frombuffer(into, np.uint8), 0
+    for position, _, nbytes in pieces.places:
+        memory[end:position] = 0
+        end = position + nbytes
 
 
 @contextmanager

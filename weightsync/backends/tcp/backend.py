@@ -55,12 +55,13 @@ class TcpBackend(Backend):
         options: TransferOptions,
         bases: Mapping[str, TrainerWeightTransferEngine],
     ) -> TrainerWeightTransferEngine:
-        """Return the engine that reads the ring of `bases["ipc"]`."""
+        """Return the engine that reads the ring of `bases["ipc"]`, or the source."""
         # Each half is imported only where it is used.
         from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
         from weightsync.backends.tcp.trainer import TcpTrainerEngine  # noqa: PLC0415
 
-        return TcpTrainerEngine(cast(IpcTrainerEngine, bases["ipc"]), options, self.make_carrier)
+        ring = cast(IpcTrainerEngine, bases["ipc"])
+        return TcpTrainerEngine(source, ring, options, self.make_carrier)
 
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
         """Return the engine that feeds its host, or reads the ring of a receiver that does."""

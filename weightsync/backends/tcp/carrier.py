@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 
 from weightsync.backends.tcp.connection import Check, Connection, Frame
+from weightsync.backends.tcp.window import Data, Pieces
+from weightsync.errors import TransferError
 
 
 class Carrier(Protocol):
@@ -20,6 +22,12 @@ class Carrier(Protocol):
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Prepare the memory of this process's ring, `uint8[nbytes]` each, for both directions."""
 
+    def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Prepare to send `Pieces` of these tensors, once and before any chunk is sent.
+
+        Returns False where this carrier, or this memory, does not allow it.
+        """
+
     def send_metadata(self, connection: Connection) -> None:
         """Tell a reading host what it needs, after its first request. For the serving side."""
 
@@ -27,7 +35,7 @@ class Carrier(Protocol):
         """Learn what `send_metadata` tells, after the first request. For the reading side."""
 
     def send(
-        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
+        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: Data
     ) -> None:
         """Send a chunk; return when `data` may be overwritten."""
 
@@ -50,6 +58,10 @@ class InStream:
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Nothing to do."""
 
+    def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return False: chunks go from the ring, whose bytes lie side by side."""
+        return False
+
     def send_metadata(self, connection: Connection) -> None:
         """Nothing to tell."""
 
@@ -57,9 +69,11 @@ class InStream:
         """Nothing to learn."""
 
     def send(
-        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: memoryview
+        self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: Data
     ) -> None:
         """Send head, fingerprints and bytes."""
+        if isinstance(data, Pieces):
+            raise TransferError("a chunk in several places is sent by a carrier that lends")
         connection.send_frame(frame, fingerprints, data)
 
     def receive(self, connection: Connection, frame: Frame, into: memoryview, check: Check) -> None:

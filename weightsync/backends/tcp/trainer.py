@@ -1,4 +1,4 @@
-"""The `tcp` backend's trainer engine: serves the ring of rank 0 to receivers on other hosts.
+"""The `tcp` backend's trainer engine: serves the chunks of rank 0 to receivers on other hosts.
 
 One receiver of each host is a member, which feeds its host. The first member reads from the sender,
 each other one from the member before it, or from the nearest that works. So the bytes leave the
@@ -7,6 +7,7 @@ sender once, whatever the number of hosts.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Container, Sequence
@@ -30,6 +31,7 @@ from weightsync.backends.base import (
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
 from weightsync.backends.tcp.carrier import Carrier, InStream
+from weightsync.backends.tcp.lent import LentChunks, are_plain
 from weightsync.backends.tcp.payload import (
     SECRET_NBYTES,
     HostRing,
@@ -44,10 +46,14 @@ from weightsync.backends.tcp.relay import hold_of, patience_of
 from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConnectError, TransferError
 from weightsync.shm.addresses import is_loopback, source_address
 from weightsync.shm.host_keys import host_key
+from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 """Environment variable: the address at which receivers on other hosts reach this host."""
@@ -95,16 +101,23 @@ class _Host:
 
 
 class TcpTrainerEngine(TrainerWeightTransferEngine):
-    """Serves the chunks of rank 0's ring. Hosts join and leave without the others."""
+    """Serves the chunks of rank 0's ring, or of `source` if the carrier lends its tensors.
+
+    Hosts join and leave without the others.
+    """
 
     def __init__(
         self,
+        source: WeightSource,
         ring: IpcTrainerEngine,
         options: TransferOptions,
         make_carrier: Callable[[], Carrier] = InStream,
     ) -> None:
         self._make_carrier = make_carrier
         self._carrier: Carrier | None = None
+        self._source = source
+        self._lent: LentChunks | None = None
+        self._lent_table: list[int] | None = None
         self._ring = ring
         self._timeout_s = options.timeout_s
         self._secret = secrets.token_bytes(SECRET_NBYTES)
@@ -187,8 +200,22 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
                 sources=[*(before.peer for before in reversed(taking[:i])), self._sender],
                 followers=places[i + 1 :],
             )
-        self._uplink = Uplink(self._ring, RELAY_READER, window, places, source)
+        lent = self._lent_chunks(source)
+        self._uplink = Uplink(self._ring, RELAY_READER, window, places, source, lent)
+        self._lent_table = self._uplink.table if lent is not None and verify else None
         return updates
+
+    def _lent_chunks(self, source: WeightSource) -> LentChunks | None:
+        """Return the chunks of the source's own tensors, None where the ring's are read."""
+        lent = self._lent
+        stable = source.stable_tensors() if lent is not None and source is self._source else None
+        if lent is None or stable is None:
+            return None
+        if not lent.lie_in(stable):
+            logger.info("the source's tensors have moved, so they are packed; connect again")
+            return None
+        wait_for({tensor.device for tensor in stable})  # what wrote to them on a GPU
+        return lent
 
     def transfer(self, check: Check) -> None:
         """Wait until every chunk is with the first host that works."""
@@ -212,7 +239,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
 
     @property
     def table_digest(self) -> str | None:
-        """The digest of the ring, whose chunks are sent unchanged."""
+        """The digest of the chunks that were lent, or of the ring's, which are sent unchanged."""
+        if self._lent_table is not None:
+            return table_digest(self._lent_table)
         return self._ring.table_digest
 
     def unready(self, readers: Sequence[int]) -> list[int]:
@@ -270,6 +299,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self.end()
         self._close_server()
         self._hosts.clear()
+        self._lent = None
 
     def _close_server(self) -> None:
         window, self._window = self._window, None
@@ -305,6 +335,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
         carrier = self._carrier = self._make_carrier()
         carrier.register(self._ring.buckets)
+        stable, layout = self._source.stable_tensors(), self._ring.chunked
+        if stable and are_plain(layout, stable) and carrier.lend(stable):
+            self._lent = LentChunks(layout, stable)
         self._server = ChunkServer(
             self._address, self._secret, self._window, patience_s, carrier, tells_lost=True
         )

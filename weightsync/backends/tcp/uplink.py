@@ -1,4 +1,4 @@
-"""The sender's end: reads the chunks of its own ring, and offers them to the hosts that read."""
+"""The sender's end: offers the chunks of its ring, or of its tensors, to the hosts that read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from weightsync.backends.base import Check
 from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.tcp.lent import LentChunks
 from weightsync.backends.tcp.window import ChunkWindow, Read
 from weightsync.errors import BackendUnavailableError, TransferError, WeightSyncError
 from weightsync.interpreter_exit import TorchCalls, end_at_exit
@@ -31,7 +32,8 @@ class Uplink:
     """One update: reads the ring as `reader`, in a thread, and fills `window`.
 
     Chunks that left the window are read again from the source, where its tensors stay: so a host
-    whose source died may ask for any chunk, until the update ends.
+    whose source died may ask for any chunk, until the update ends. With `lent` the hosts read these
+    chunks where they lie, and this reader leaves the ring.
     """
 
     def __init__(
@@ -41,9 +43,15 @@ class Uplink:
         window: ChunkWindow,
         followers: Sequence[int],
         source: WeightSource,
+        lent: LentChunks | None = None,
     ) -> None:
         stream = engine.stream
-        if (device := stream.buckets[0].device).type != "cpu":
+        self.table: list[int] = []
+        self._lent = lent
+        self._progress = engine.reader_progress
+        if lent is not None:
+            engine.leave(reader)
+        elif (device := stream.buckets[0].device).type != "cpu":
             raise BackendUnavailableError(
                 f"the path tcp sends from host memory, and this ring is on {device}; take path "
                 "shared_memory, which stages through the host"
@@ -59,8 +67,11 @@ class Uplink:
         engine.never_spin()
         self._stop = threading.Event()
         self._ended = threading.Event()
-        stable = source.stable_tensors()
-        again = None if stable is None else reread(stream.layout, stable)
+        again: Read | None = None
+        if lent is not None:
+            again = lent.chunk
+        elif (stable := source.stable_tensors()) is not None:
+            again = reread(stream.layout, stable)
         window.begin(stream.epoch, len(self._chunks), followers, again)
         self._thread = threading.Thread(target=self._run, name="weightsync-uplink", daemon=True)
         self._thread.start()
@@ -92,7 +103,10 @@ class Uplink:
 
     def _run(self) -> None:
         try:
-            self._read_all()
+            if self._lent is not None:
+                self._lend_all(self._lent)
+            else:
+                self._read_all()
         except WeightSyncError as exc:
             self._window.abort()
             self.error = exc
@@ -117,6 +131,23 @@ class Uplink:
         window.complete(self._check)
         if self._chunks:
             self._reader.release(len(self._chunks) - 1)
+
+    def _lend_all(self, lent: LentChunks) -> None:
+        stream, window = self._stream, self._window
+        calls = TorchCalls()
+        for j in range(len(self._chunks)):
+            window.make_room(j, self._check)
+            self._progress.mark("acquired", j)
+            if stream.verify:
+                with calls.inside():
+                    fingerprints = lent.fingerprints(j)
+                self.table += fingerprints
+            else:
+                fingerprints = []
+            window.offer(j, lent.chunk(j), fingerprints)
+            self._progress.mark("published", j)
+            stream.control.release(self._place, stream.base + j + 1)  # for those who observe
+        window.complete(self._check)
 
     def _check(self) -> None:
         if self._stop.is_set():

@@ -10,8 +10,25 @@ from dataclasses import dataclass
 from weightsync.backends.tcp.connection import FrameKind, nothing
 from weightsync.errors import TransferTimeout
 
-Read = Callable[[int], memoryview]
-"""Returns the bytes of a chunk."""
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A chunk in several places: the position in it, address and bytes of each, zeros between.
+
+    `device` is the index of their GPU, None in host memory.
+    """
+
+    places: Sequence[tuple[int, int, int]]
+    device: int | None = None
+
+    def __len__(self) -> int:
+        """Return the bytes up to the end of the last piece."""
+        return sum(self.places[-1][::2]) if self.places else 0
+
+
+Data = memoryview | Pieces
+Read = Callable[[int], Data]
+"""Returns a chunk."""
 _LOOK_S = 0.2
 _MOST_S = 30.0
 NO_BYTES = memoryview(b"")
@@ -39,7 +56,7 @@ class Offer:
     chunk: int = 0
     chunks: int = 0
     fingerprints: Sequence[int] = ()
-    data: memoryview = NO_BYTES
+    data: Data = NO_BYTES
 
 
 class ChunkWindow:
@@ -70,7 +87,7 @@ class ChunkWindow:
         self._followers = waited_for if chunks else []
         self.members = tuple(followers)
         self._again = again
-        self._data: dict[int, memoryview] = {}
+        self._data: dict[int, Data] = {}
         self._fingerprints: list[Sequence[int]] = []
         self._ended: FrameKind | None = None
         self._hold_until = time.monotonic() + self._hold_s
@@ -108,7 +125,7 @@ class ChunkWindow:
             return True
         return time.monotonic() > self._hold_until
 
-    def offer(self, chunk: int, data: memoryview, fingerprints: Sequence[int]) -> None:
+    def offer(self, chunk: int, data: Data, fingerprints: Sequence[int]) -> None:
         """Add a chunk, whose memory stays as it is until `make_room` says that it is free."""
         with self._changed:
             self._data[chunk] = data
