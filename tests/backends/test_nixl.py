@@ -19,7 +19,7 @@ from weightsync.backends.base import Endpoint
 from weightsync.backends.nixl.backend import RDMA_COST, TCP_COST, NixlBackend
 from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request, nothing
 from weightsync.backends.tcp.server import ChunkServer
-from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.backends.tcp.window import ChunkWindow, Pieces
 from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
 
 pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
@@ -74,6 +74,72 @@ def test_a_chunk_of_the_ring_and_one_from_elsewhere(pair: Pair) -> None:
     frame = pair.connection.next_frame(nothing)
     pair.reading.receive(pair.connection, frame, pair.into[1].numpy().data[:1000], nothing)
     assert torch.equal(pair.into[1][:1000], elsewhere)
+
+
+def test_a_chunk_in_several_places(pair: Pair) -> None:
+    tensors = [torch.randint(256, (n,), dtype=torch.uint8) for n in (100, 7)]
+    assert pair.serving.lend(tensors)
+    pair.window.begin(1, 1, [0])
+    ends = zip((64, 192), tensors, strict=True)
+    pieces = Pieces([(position, t.data_ptr(), t.numel()) for position, t in ends])
+    pair.window.offer(0, pieces, [])
+    frame = pair.head()
+    pair.into[0].fill_(7)
+    pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data[:199], nothing)
+    arrived = pair.into[0]
+    assert torch.equal(arrived[64:164], tensors[0])
+    assert torch.equal(arrived[192:199], tensors[1])
+    assert not arrived[:64].any()
+    assert not arrived[164:192].any()
+    assert arrived[199] == 7
+
+
+def test_pieces_that_overlap_are_refused(pair: Pair) -> None:
+    pair.window.begin(1, 1, [0])
+    address = pair.sent.data_ptr()
+    pair.window.offer(0, Pieces([(0, address, 100), (64, address, 10)]), [])
+    frame = pair.head()
+    with pytest.raises(ProtocolError, match="overlap"):
+        pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data[:74], nothing)
+    assert not pair.into.any()
+
+
+def test_neighbours_are_one_region() -> None:
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    tensors = [memory[500:600], memory[:100], memory[0:0], memory[100:200], memory[150:300]]
+    start = memory.data_ptr()
+    assert list(carrier_module._regions(tensors)) == [(start, 300), (start + 500, 100)]
+
+
+class GpuTensor:
+    """A tensor on a GPU, of which nothing but its place is asked."""
+
+    device, nbytes = torch.device("cuda", 1), 64
+
+    def data_ptr(self) -> int:
+        return 4096
+
+
+class Driver:
+    """Instead of an agent with a GPU: remembers what it is asked to register."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, str]] = []
+
+    def register_memory(self, regions: Any, mem_type: str) -> str:
+        self.asked.append((regions, mem_type))
+        return "registered"
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_tensors_on_a_gpu_are_lent_on_demand(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(carrier_module.GPU_VARIABLE, str(int(chosen)))
+    with closing(carrier_module.NixlCarrier()) as carrier:
+        agent, carrier._agent = carrier._agent, Driver()
+        assert carrier.lend([GpuTensor()]) is chosen
+        asked = [([(4096, 64, 1, "")], "VRAM")]
+        assert carrier._agent.asked == (asked if chosen else [])
+        carrier._agent = agent
 
 
 def test_what_lies_beyond_the_registered_memory_is_not_read(

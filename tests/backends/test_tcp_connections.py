@@ -446,5 +446,8 @@ def test_a_forked_child_keeps_no_port_and_no_connection() -> None:
 
 
 def inherited(child: int) -> list[str]:
-    found = [str(link.readlink()) for link in Path(f"/proc/{child}/fd").iterdir()]
+    found = []
+    for link in Path(f"/proc/{child}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(link.readlink()))
     return [link for link in found if link.startswith("socket:")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import pytest
@@ -14,7 +14,7 @@ from tests.weights.streams import every_dtype, manifests, random_tensors, sizes,
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
 from weightsync.backends.tcp.uplink import Uplink, reread
-from weightsync.backends.tcp.window import ChunkWindow
+from weightsync.backends.tcp.window import ChunkWindow, Data
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
@@ -28,7 +28,7 @@ def check(layout: StreamLayout) -> None:
     tensors = random_tensors(layout.manifest, 1)
     wanted = stream_bytes(layout, tensors)
     read = reread(layout, tensors)
-    backwards = {j: bytes(read(j)) for j in reversed(range(len(layout.chunks)))}
+    backwards = {j: bytes_of(read(j)) for j in reversed(range(len(layout.chunks)))}
     for j, chunk in enumerate(layout.chunks):
         assert backwards[j] == wanted[chunk.start : chunk.stop], j
 
@@ -75,7 +75,7 @@ def test_a_cast(dtype: str) -> None:
     wanted = stream_bytes(layout, [tensor.to(TORCH_DTYPES[dtype]) for tensor in given])
     read = reread(layout, given)
     for j, chunk in enumerate(layout.chunks):
-        assert bytes(read(j)) == wanted[chunk.start : chunk.stop], j
+        assert bytes_of(read(j)) == wanted[chunk.start : chunk.stop], j
 
 
 @pytest.mark.parametrize("bucket_nbytes", [1024, 4096, 1 << 20])
@@ -95,6 +95,11 @@ def test_the_chunks_of_a_module() -> None:
     assert kept == again
 
 
+def bytes_of(data: Data) -> bytes:
+    assert isinstance(data, memoryview)
+    return bytes(data)
+
+
 def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, bytes], ...]:
     """Send an update, and return the chunks that were offered, and those read again.
 
@@ -104,9 +109,9 @@ def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, by
     kept: dict[int, bytes] = {}
 
     class Keeping(ChunkWindow):
-        def offer(self, chunk: int, data: memoryview, fingerprints: object) -> None:
-            kept[chunk] = bytes(data)
-            super().offer(chunk, data, fingerprints)  # type: ignore[arg-type]
+        def offer(self, chunk: int, data: Data, fingerprints: Sequence[int]) -> None:
+            kept[chunk] = bytes_of(data)
+            super().offer(chunk, data, fingerprints)
 
     with closing(IpcTrainerEngine(source, options)) as engine:
         window = Keeping(1, 1.0)
@@ -116,7 +121,7 @@ def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, by
         uplink.finish(lambda: None)
         read = window._again
         assert read is not None
-        again = {chunk: bytes(read(chunk)).rstrip(b"\0") for chunk in kept}
+        again = {chunk: bytes_of(read(chunk)).rstrip(b"\0") for chunk in kept}
         uplink.stop()
         engine.end()
     return kept, again

@@ -28,7 +28,10 @@ from weightsync.errors import BackendUnavailableError, ProtocolError, TransferEr
 logger = logging.getLogger(__name__)
 
 GPU_VARIABLE = "WEIGHTSYNC_NIXL_GPU"
-"""Environment variable: 1 lends tensors on a GPU too. Experimental: it has never run."""
+"""Environment variable: 1 lends tensors on a GPU too, to updates without verification.
+
+Experimental: it has never run on a GPU.
+"""
 _HEAD = struct.Struct("<qQ")
 """The index of a GPU, -1 for host memory, and the number of pieces."""
 _PIECE = struct.Struct("<QQQ")

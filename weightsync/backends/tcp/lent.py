@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -20,10 +21,14 @@ class LentChunks:
         self.layout = layout
         self._flat = [as_bytes(tensor) for tensor in tensors]  # their memory is not used again
         self._addresses = [flat.data_ptr() for flat in self._flat]
-        memory = Memory(self._flat)
-        compiler = UnitCompiler(layout, memory, memory)
-        self._hashers = hashers([compiler.compile(unit) for unit in layout.units])
+        self.is_on_gpu = bool(self._flat) and self._flat[0].device.type == "cuda"
         self._chunks = [self._pieces(chunk.start, chunk.stop) for chunk in layout.chunks]
+
+    @cached_property
+    def _hashers(self) -> list[Callable[[], int]]:
+        memory = Memory(self._flat)
+        compiler = UnitCompiler(self.layout, memory, memory)
+        return hashers([compiler.compile(unit) for unit in self.layout.units])
 
     def lie_in(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether this is still the memory of the source's tensors."""
@@ -45,8 +50,7 @@ class LentChunks:
             (part.start - start, self._addresses[part.index] + part.begin, part.nbytes)
             for part in self.layout.slices(start, stop)
         ]
-        device = self._flat[0].device if self._flat else torch.device("cpu")
-        return Pieces(places, device.index if device.type == "cuda" else None)
+        return Pieces(places, self._flat[0].device.index if self.is_on_gpu else None)
 
 
 def are_plain(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> bool:

@@ -200,14 +200,16 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
                 sources=[*(before.peer for before in reversed(taking[:i])), self._sender],
                 followers=places[i + 1 :],
             )
-        lent = self._lent_chunks(source)
+        lent = self._lent_chunks(source, verify=verify)
         self._uplink = Uplink(self._ring, RELAY_READER, window, places, source, lent)
         self._lent_table = self._uplink.table if lent is not None and verify else None
         return updates
 
-    def _lent_chunks(self, source: WeightSource) -> LentChunks | None:
+    def _lent_chunks(self, source: WeightSource, *, verify: bool) -> LentChunks | None:
         """Return the chunks of the source's own tensors, None where the ring's are read."""
         lent = self._lent
+        if lent is not None and lent.is_on_gpu and verify:
+            return None  # a GPU makes other fingerprints than the hosts that read
         stable = source.stable_tensors() if lent is not None and source is self._source else None
         if lent is None or stable is None:
             return None
