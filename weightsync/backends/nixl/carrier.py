@@ -38,6 +38,8 @@ _PIECE = struct.Struct("<QQQ")
 _MOST_PIECES = 1 << 20
 _MOST_METADATA = 1 << 24
 _SPIN_S, _SLEEP_S = 0.05, 0.0002
+_ALONE_S = 0.02
+"""How long a chunk is read by the other host alone, before this one calls NIXL for it."""
 _WAITING_S = 0.25
 
 
@@ -57,6 +59,7 @@ class NixlCarrier:
         self._spare = threading.Lock()
         self._peers: dict[Connection, str] = {}
         self._closed = False
+        self._helps = False  # over TCP another host's read advances only in calls of this one
 
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Register the ring, and one bucket more for chunks that are read from elsewhere."""
@@ -133,7 +136,10 @@ class NixlCarrier:
         while not connection.take_ack():
             if self._closed:
                 raise TransferError("this host does not serve any more")
-            # Over TCP the other host's read advances in here.
+            if not self._helps:
+                connection.wait_readable(_ALONE_S)
+                self._helps = time.monotonic() - begun > _ALONE_S
+                continue
             with self._lock, _errors("serving a read"):
                 self._agent.get_new_notifs()
             _pause(begun)

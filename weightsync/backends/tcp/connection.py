@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import struct
 import threading
@@ -301,6 +302,12 @@ class Connection:
             return False
         self._acks -= 1
         return True
+
+    def wait_readable(self, within_s: float) -> None:
+        """Wait until the reading host has sent something, or for `within_s`."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(within_s * 1000)
 
     def send_frame(self, frame: Frame, fingerprints: Sequence[int], data: memoryview) -> None:
         """Send a frame and what belongs to it, as long as the reading host shows that it lives."""
