@@ -36,9 +36,17 @@ def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str
 
 # The empty name is weightsync/__init__.py: it stands on L4, and L5 and above may import it.
 LAYERS = (
-    layer("errors", "specs", "report", "tracebacks", mutual=True, stdlib_only=True),
+    layer(
+        "errors",
+        "interpreter_exit",
+        "specs",
+        "report",
+        "tracebacks",
+        mutual=True,
+        stdlib_only=True,
+    ),
     layer("wire", ban="torch"),
-    layer("interpreter_exit", "optimizer_steps", "processes", "profiling", "tensors"),
+    layer("optimizer_steps", "processes", "profiling", "tensors"),
     layer("shm", "arguments"),
     layer("cuda"),
     layer("queues", "weights"),

@@ -81,10 +81,13 @@ def check_dense(tensor: torch.Tensor, dtypes: Mapping[str, torch.dtype] = TORCH_
 def is_plain(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Say whether the tensor's own memory holds the bytes of `spec`, on any device.
 
-    False for tensors that need a cast, strided copies or a conjugation.
+    False for tensors that need a cast, strided copies, a conjugation or a negation.
     """
     return (
-        tensor.dtype is TORCH_DTYPES[spec.dtype] and tensor.is_contiguous() and not tensor.is_conj()
+        tensor.dtype is TORCH_DTYPES[spec.dtype]
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
     )
 
 

@@ -16,7 +16,8 @@ import weightsync as ws
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
-from weightsync.backends.tcp.lent import LentChunks, are_plain
+from weightsync.backends.tcp.lent import LentChunks, why_packed
+from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow, Pieces
 from weightsync.specs import Manifest, TensorSpec
@@ -57,27 +58,63 @@ def test_any_model(manifest: Manifest, bucket: int, unit_nbytes: int) -> None:
     check(StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=unit_nbytes))
 
 
-def test_tensors_whose_bytes_lie_otherwise_are_not_lent() -> None:
-    square = torch.randn(4, 4)
-    layout = StreamLayout(Manifest((TensorSpec("w", "float32", (4, 4)),)))
-    assert are_plain(layout, [square])
-    for other in (square.t(), square.bfloat16(), torch.randn(4, 4, dtype=torch.cfloat).conj().imag):
-        assert not are_plain(layout, [other])
+def square(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(4, 4, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        (torch.float32, torch.t),
+        (torch.float32, torch.Tensor.bfloat16),
+        (torch.complex64, torch.conj),
+        (torch.float32, torch._neg_view),
+    ],
+)
+def test_tensors_whose_bytes_lie_otherwise_are_packed(
+    dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    sent = square(dtype)
+    layout = StreamLayout(Manifest((TensorSpec("w", str(dtype).removeprefix("torch."), (4, 4)),)))
+    assert not why_packed(layout, [sent])
+    assert why_packed(layout, [change(sent)]).startswith("w is stored otherwise")
+    lent = LentChunks(layout, [sent])
+    assert lent.lie_in([sent])
+    assert not lent.lie_in([change(sent)])
+    assert not lent.lie_in([sent.clone()])
+
+
+def test_tensors_of_several_devices_are_packed() -> None:
+    layout = StreamLayout(Manifest(tuple(TensorSpec(n, "float32", (4, 4)) for n in "ab")))
+    assert "devices" in why_packed(layout, [square(), square().to("meta")])
+
+
+def test_chunks_on_a_gpu_are_lent_without_verification_only() -> None:
+    """Fingerprints of a GPU differ from those of the hosts that read."""
+    source = ModuleSource(nn.Linear(4, 4))
+    options = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=4)
+    with closing(IpcTrainerEngine(source, options)) as ring:
+        engine = TcpTrainerEngine(source, ring, options)
+        lent = engine._lent = LentChunks(ring.packed_layout, source.stable_tensors() or [])
+        assert engine._lent_chunks(source, verify=True) is lent
+        lent.is_on_gpu = True
+        assert engine._lent_chunks(source, verify=True) is None
+        assert engine._lent_chunks(source, verify=False) is lent
 
 
 def test_nothing_is_packed_for_hosts_that_read_the_tensors() -> None:
     source = ModuleSource(nn.Linear(64, 64))
     options = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=4)
     with closing(IpcTrainerEngine(source, options)) as engine:
-        lent = LentChunks(engine.chunked, source.stable_tensors() or [])
+        lent = LentChunks(engine.packed_layout, source.stable_tensors() or [])
         window = ChunkWindow(2, 60.0)
         engine.begin([RELAY_READER], verify=True)
         uplink = Uplink(engine, RELAY_READER, window, [], source, lent)
         engine.transfer(lambda: None)
         uplink.finish(lambda: None)
-        chunks = range(len(engine.chunked.chunks))
+        chunks = range(len(engine.packed_layout.chunks))
         assert uplink.table == [value for j in chunks for value in lent.fingerprints(j)]
-        assert engine.reader_progress.taken_nbytes(RELAY_READER) == engine.chunked.nbytes
+        assert engine.reader_progress.taken_nbytes(RELAY_READER) == engine.packed_layout.nbytes
         assert engine.written_nbytes == 0
         assert not any(bucket.any() for bucket in engine.buckets)
         uplink.stop()

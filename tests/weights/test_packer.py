@@ -118,3 +118,13 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
         else packer.pack(named(manifest, tensors), buckets.acquire, verify=True)
     )
     assert buckets.collect(packed)[0] == stream_bytes(layout, sent)
+
+
+def test_a_view_that_is_negated_when_it_is_read() -> None:
+    layout = StreamLayout(Manifest((TensorSpec("w", "float32", (9,)),)))
+    buckets = Buckets(layout, layout.nbytes)
+    view = torch._neg_view(torch.arange(9.0))
+    assert view.is_neg()
+    wanted = stream_bytes(layout, [torch.arange(0.0, -9.0, -1.0)])
+    packed = buckets.packer.pack_stable([view], buckets.acquire, verify=False)
+    assert torch.equal(*(torch.tensor(list(raw)) for raw in (buckets.collect(packed)[0], wanted)))

@@ -304,21 +304,26 @@ class RankComm:
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
-        self._works.append(start(self._group))
-        failure = self._outcome(look)
+        failure = self._outcome(self._kept(start(self._group)), look)
         if failure is not None:
             self._lose(failure, time.monotonic() - began)
 
-    def _outcome(self, look: Callable[[], None] | None = None) -> RuntimeError | None:
-        """Wait for the collective in slices, so that Ctrl-C interrupts; return its error or None.
+    def _kept(self, work: dist.Work) -> dist.Work:
+        self._works.append(work)
+        return work
+
+    def _outcome(
+        self, work: dist.Work, look: Callable[[], None] | None = None
+    ) -> RuntimeError | None:
+        """Wait for a collective in slices, so that Ctrl-C interrupts; return its error or None.
 
         Without the traceback, whose frames would keep the group's sockets open and the others
         waiting.
         """
         while True:
-            completed = self._works[-1].is_completed()
+            completed = work.is_completed()
             try:
-                self._works[-1].wait(_WAIT_SLICE)
+                work.wait(_WAIT_SLICE)
             except RuntimeError as exc:
                 if completed:
                     return exc.with_traceback(None)

@@ -23,6 +23,7 @@ from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_
 from weightsync.weights.delta import ChangeLog
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.finite import CheckFinite, not_finite
+from weightsync.weights.packer import check_whole
 from weightsync.weights.shards import gather
 from weightsync.weights.source import (
     DescribedSource,
@@ -285,6 +286,16 @@ class SourceOfUpdate:
             self._stable = self._source.stable_tensors()
         return self._stable
 
+    def whole_tensors(self) -> list[torch.Tensor] | None:
+        """Return the stable tensors, with all of their memory.
+
+        Raises ManifestMismatchError for tensors that are offloaded or of another shape.
+        """
+        stable = self.stable_tensors()
+        if stable is not None:
+            check_whole(self._given.manifest.specs, stable)
+        return stable
+
     def tensors(self) -> Iterator[Pair]:
         """Yield the tensors of the source. Raises VerificationError as `look` does."""
         pairs = self._compared() if self._compares else self._source.tensors()
@@ -354,7 +365,7 @@ class SourceOfUpdate:
         if pairs is not None:
             self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
         elif reads or self.is_made:
-            stable = None if self.is_made else self.stable_tensors()
+            stable = None if self.is_made else self.whole_tensors()
             if stable is not None:
                 self._watch.begin([spec.name for spec in given.manifest.specs], stable)
             elif hasattr(given, "made_of"):

@@ -343,7 +343,7 @@ class RankWorker:
         if not self.engines:
             return CommandResult()
         changes = self._log_of_changes(keeps=command.keeps)
-        stable = None if self.source.is_made else self.source.stable_tensors()
+        stable = None if self.source.is_made else self.source.whole_tensors()
         return CommandResult(
             estimate=ChangeEstimate(
                 share=changes.changed_share(stable),

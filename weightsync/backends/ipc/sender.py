@@ -219,11 +219,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine):
         return self._stream
 
     @property
-    def chunked(self) -> StreamLayout:
+    def packed_layout(self) -> StreamLayout:
         """The layout of packed updates of the whole source."""
         return self._packer.layout
 
-    def leave(self, reader: int) -> None:
+    def exclude(self, reader: int) -> None:
         """Go on without a reader in the packed update that has begun; without any, pack nothing."""
         control = self._control
         control.active = tuple(active for active in control.active if active != reader)

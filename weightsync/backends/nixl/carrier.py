@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -54,21 +55,28 @@ class NixlCarrier:
         self._lock = threading.Lock()
         self._agent: Any = _make_agent()
         self._memory: list[torch.Tensor] = []
-        self._registered: list[Any] = []
-        self._lent: list[torch.Tensor] = []
+        self._registered: Any = None
+        self._lent: Any = None
+        self._lent_tensors: list[torch.Tensor] = []
         self._spare = threading.Lock()
         self._peers: dict[Connection, str] = {}
         self._closed = False
-        self._helps = False  # over TCP another host's read advances only in calls of this one
+        # Over TCP another host's read advances only in calls of this one.
+        self._helped: WeakSet[Connection] = WeakSet()
 
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Register the ring, and one bucket more for chunks that are read from elsewhere."""
         self._memory = [*buckets, torch.empty_like(buckets[0])]
         with self._lock, _errors("registering memory", BackendUnavailableError):
-            self._registered.append(self._agent.register_memory(self._memory))
+            self._registered = self._agent.register_memory(self._memory)
 
     def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Register the tensors' memory; False where NIXL cannot, or for a GPU without opting in."""
+        with self._lock:
+            self._deregister(self._lent)
+        self._lent, self._lent_tensors = None, []
+        if not tensors:
+            return False
         device = tensors[0].device
         on_gpu = device.type == "cuda"
         if on_gpu and os.environ.get(GPU_VARIABLE) != "1":
@@ -76,12 +84,11 @@ class NixlCarrier:
         regions = [(start, size, device.index or 0, "") for start, size in _regions(tensors)]
         try:
             with self._lock, _errors("registering the trainer's tensors"):
-                registered = self._agent.register_memory(regions, mem_type=_kind(on_gpu=on_gpu))
+                self._lent = self._agent.register_memory(regions, mem_type=_kind(on_gpu=on_gpu))
         except TransferError as exc:
             logger.warning("%s; they are packed into a ring instead", exc)
             return False
-        self._registered.append(registered)
-        self._lent = list(tensors)
+        self._lent_tensors = list(tensors)
         return True
 
     def send_metadata(self, connection: Connection) -> None:
@@ -107,25 +114,25 @@ class NixlCarrier:
     ) -> None:
         """Send the addresses of a chunk, and wait until the other host has read it."""
         if isinstance(data, Pieces):
-            self._lend(connection, frame, fingerprints, data)
+            self._send_places(connection, frame, fingerprints, data)
             return
         memory = self._memory  # which another thread may release
         if not memory:
             raise TransferError("this host does not serve any more")
         address = _address_of(data) if data else memory[0].data_ptr()
         if any(0 <= address - m.data_ptr() <= m.numel() - len(data) for m in memory):
-            self._lend(connection, frame, fingerprints, _whole(address, data))
+            self._send_places(connection, frame, fingerprints, _whole(address, data))
             return
         while not self._spare.acquire(timeout=_WAITING_S):  # another host reads from it
             connection.send_frame(Frame(FrameKind.WAITING), (), NO_BYTES)
         try:  # read again from the source
             spare = memory[-1]
             spare.numpy().data[: len(data)] = data
-            self._lend(connection, frame, fingerprints, _whole(spare.data_ptr(), data))
+            self._send_places(connection, frame, fingerprints, _whole(spare.data_ptr(), data))
         finally:
             self._spare.release()
 
-    def _lend(
+    def _send_places(
         self, connection: Connection, frame: Frame, fingerprints: Sequence[int], pieces: Pieces
     ) -> None:
         places = pieces.places
@@ -136,9 +143,10 @@ class NixlCarrier:
         while not connection.take_ack():
             if self._closed:
                 raise TransferError("this host does not serve any more")
-            if not self._helps:
+            if connection not in self._helped:
                 connection.wait_readable(_ALONE_S)
-                self._helps = time.monotonic() - begun > _ALONE_S
+                if time.monotonic() - begun > _ALONE_S:
+                    self._helped.add(connection)
                 continue
             with self._lock, _errors("serving a read"):
                 self._agent.get_new_notifs()
@@ -203,11 +211,15 @@ class NixlCarrier:
         for connection in list(self._peers):
             self.leave(connection)
         with self._lock:
-            while self._registered:
-                with suppress(Exception):
-                    self._agent.deregister_memory(self._registered.pop())
-            self._agent = None
-            self._memory, self._lent = [], []
+            for registered in (self._registered, self._lent):
+                self._deregister(registered)
+            self._agent = self._registered = self._lent = None
+            self._memory, self._lent_tensors = [], []
+
+    def _deregister(self, registered: Any) -> None:
+        if registered is not None:
+            with suppress(Exception):
+                self._agent.deregister_memory(registered)
 
     def _pieces(self, connection: Connection, check: Check) -> Pieces:
         head = bytearray(_HEAD.size)

@@ -23,7 +23,7 @@ class Carrier(Protocol):
         """Prepare the memory of this process's ring, `uint8[nbytes]` each, for both directions."""
 
     def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Prepare to send `Pieces` of these tensors, once and before any chunk is sent.
+        """Prepare to send `Pieces` of these tensors, before a host connects; of none: end that.
 
         Returns False where this carrier, or this memory, does not allow it.
         """

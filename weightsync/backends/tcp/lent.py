@@ -8,14 +8,14 @@ from functools import cached_property
 import torch
 
 from weightsync.backends.tcp.window import Pieces
-from weightsync.tensors import TORCH_DTYPES, as_bytes
+from weightsync.tensors import as_bytes, is_plain
 from weightsync.weights.copy_plan import Memory, UnitCompiler
 from weightsync.weights.fused import hashers
 from weightsync.weights.layout import StreamLayout
 
 
 class LentChunks:
-    """The chunks of `layout`, in the memory of `tensors`, which `are_plain`."""
+    """The chunks of `layout` in the memory of `tensors`, for which `why_packed` has no reason."""
 
     def __init__(self, layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> None:
         self.layout = layout
@@ -31,10 +31,9 @@ class LentChunks:
         return hashers([compiler.compile(unit) for unit in self.layout.units])
 
     def lie_in(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether this is still the memory of the source's tensors."""
-        return self._addresses == [tensor.data_ptr() for tensor in tensors] and all(
-            map(torch.Tensor.is_contiguous, tensors)
-        )
+        """Whether the source's tensors still lie in this memory, and in the same way."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return addresses == self._addresses and not why_packed(self.layout, tensors)
 
     def chunk(self, j: int) -> Pieces:
         """Return where chunk `j` lies."""
@@ -53,13 +52,11 @@ class LentChunks:
         return Pieces(places, self._flat[0].device.index if self.is_on_gpu else None)
 
 
-def are_plain(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the bytes of all tensors can be sent as they lie, from the memory of one device."""
-    pairs = zip(layout.manifest.specs, tensors, strict=True)
-    return len({tensor.device for tensor in tensors}) == 1 and all(
-        tensor.dtype is TORCH_DTYPES[spec.dtype]
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        for spec, tensor in pairs
-    )
+def why_packed(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> str:
+    """Return why the bytes of tensors cannot be sent as they lie; an empty string if they can."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "they lie on several devices"
+    for spec, tensor in zip(layout.manifest.specs, tensors, strict=True):
+        if not is_plain(tensor, spec):
+            return f"{spec.name} is stored otherwise than it is sent (a cast, strides)"
+    return ""

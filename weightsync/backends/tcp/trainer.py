@@ -31,7 +31,7 @@ from weightsync.backends.base import (
 from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
 from weightsync.backends.tcp.carrier import Carrier, InStream
-from weightsync.backends.tcp.lent import LentChunks, are_plain
+from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.payload import (
     SECRET_NBYTES,
     HostRing,
@@ -214,7 +214,13 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         if lent is None or stable is None:
             return None
         if not lent.lie_in(stable):
-            logger.info("the source's tensors have moved, so they are packed; connect again")
+            self._lent = None
+            if self._carrier is not None:
+                self._carrier.lend(())
+            logger.warning(
+                "the source's tensors have moved, so they are packed for other hosts from now on; "
+                "connect again to have them read where they lie"
+            )
             return None
         wait_for({tensor.device for tensor in stable})  # what wrote to them on a GPU
         return lent
@@ -301,7 +307,6 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self.end()
         self._close_server()
         self._hosts.clear()
-        self._lent = None
 
     def _close_server(self) -> None:
         window, self._window = self._window, None
@@ -310,7 +315,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             window.close()
         if server is not None:
             server.close()
-        carrier, self._carrier = self._carrier, None
+        carrier, self._carrier, self._lent = self._carrier, None, None
         if carrier is not None:
             carrier.close()
 
@@ -337,8 +342,10 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
         carrier = self._carrier = self._make_carrier()
         carrier.register(self._ring.buckets)
-        stable, layout = self._source.stable_tensors(), self._ring.chunked
-        if stable and are_plain(layout, stable) and carrier.lend(stable):
+        stable, layout = self._source.stable_tensors(), self._ring.packed_layout
+        if stable and (why := why_packed(layout, stable)):
+            logger.info("the source's tensors are packed for other hosts: %s", why)
+        elif stable and carrier.lend(stable):
             self._lent = LentChunks(layout, stable)
         self._server = ChunkServer(
             self._address, self._secret, self._window, patience_s, carrier, tells_lost=True

@@ -48,9 +48,9 @@ class Uplink:
         stream = engine.stream
         self.table: list[int] = []
         self._lent = lent
-        self._progress = engine.reader_progress
+        self._calls = TorchCalls()
         if lent is not None:
-            engine.leave(reader)
+            engine.exclude(reader)
         elif (device := stream.buckets[0].device).type != "cpu":
             raise BackendUnavailableError(
                 f"the path tcp sends from host memory, and this ring is on {device}; take path "
@@ -134,20 +134,22 @@ class Uplink:
 
     def _lend_all(self, lent: LentChunks) -> None:
         stream, window = self._stream, self._window
-        calls = TorchCalls()
+
+        def taken(chunks: int) -> None:  # for those who observe
+            stream.control.release(self._place, stream.base + max(chunks, 0))
+
         for j in range(len(self._chunks)):
+            self._check()
             window.make_room(j, self._check)
-            self._progress.mark("acquired", j)
+            taken(j - window.slots + 1)
+            fingerprints: list[int] = []
             if stream.verify:
-                with calls.inside():
+                with self._calls.inside():
                     fingerprints = lent.fingerprints(j)
                 self.table += fingerprints
-            else:
-                fingerprints = []
             window.offer(j, lent.chunk(j), fingerprints)
-            self._progress.mark("published", j)
-            stream.control.release(self._place, stream.base + j + 1)  # for those who observe
         window.complete(self._check)
+        taken(len(self._chunks))
 
     def _check(self) -> None:
         if self._stop.is_set():

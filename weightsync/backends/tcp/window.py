@@ -23,7 +23,10 @@ class Pieces:
 
     def __len__(self) -> int:
         """Return the bytes up to the end of the last piece."""
-        return sum(self.places[-1][::2]) if self.places else 0
+        if not self.places:
+            return 0
+        position, _, nbytes = self.places[-1]
+        return position + nbytes
 
 
 Data = memoryview | Pieces
