@@ -123,8 +123,8 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
 def test_a_view_that_is_negated_when_it_is_read() -> None:
     layout = StreamLayout(Manifest((TensorSpec("w", "float32", (9,)),)))
     buckets = Buckets(layout, layout.nbytes)
-    view = torch._neg_view(torch.arange(9.0))
+    view = torch._neg_view(torch.arange(1.0, 10.0))
     assert view.is_neg()
-    wanted = stream_bytes(layout, [torch.arange(0.0, -9.0, -1.0)])
+    wanted = stream_bytes(layout, [torch.arange(-1.0, -10.0, -1.0)])
     packed = buckets.packer.pack_stable([view], buckets.acquire, verify=False)
     assert torch.equal(*(torch.tensor(list(raw)) for raw in (buckets.collect(packed)[0], wanted)))
