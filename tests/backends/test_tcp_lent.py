@@ -69,6 +69,7 @@ def square(dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (torch.float32, torch.Tensor.bfloat16),
         (torch.complex64, torch.conj),
         (torch.float32, torch._neg_view),
+        (torch.float32, torch.Tensor.flatten),
     ],
 )
 def test_tensors_whose_bytes_lie_otherwise_are_packed(

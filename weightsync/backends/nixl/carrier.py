@@ -51,6 +51,8 @@ class NixlCarrier:
     its agent's other end, so that it cannot write later.
     """
 
+    lends = True
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._agent: Any = _make_agent()

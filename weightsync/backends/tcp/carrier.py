@@ -17,7 +17,10 @@ class Carrier(Protocol):
 
     Heads, fingerprints, requests and signs of life go over the connection in any case. The serving
     side has one thread for each connection, the reading side one in all. Errors are TransferErrors.
+    Only one that `lends` is given chunks in several places.
     """
+
+    lends: bool
 
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Prepare the memory of this process's ring, `uint8[nbytes]` each, for both directions."""
@@ -25,7 +28,7 @@ class Carrier(Protocol):
     def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Prepare to send `Pieces` of these tensors, before a host connects; of none: end that.
 
-        Returns False where this carrier, or this memory, does not allow it.
+        Returns False where this memory does not allow it.
         """
 
     def send_metadata(self, connection: Connection) -> None:
@@ -55,11 +58,13 @@ class Carrier(Protocol):
 class InStream:
     """The carrier of `tcp`: bytes follow the head of their frame."""
 
+    lends = False
+
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Nothing to do."""
 
     def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return False: chunks go from the ring, whose bytes lie side by side."""
+        """Return False."""
         return False
 
     def send_metadata(self, connection: Connection) -> None:

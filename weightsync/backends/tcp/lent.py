@@ -57,6 +57,6 @@ def why_packed(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> str:
     if len({tensor.device for tensor in tensors}) > 1:
         return "they lie on several devices"
     for spec, tensor in zip(layout.manifest.specs, tensors, strict=True):
-        if not is_plain(tensor, spec):
+        if not is_plain(tensor, spec) or tensor.shape != spec.shape:
             return f"{spec.name} is stored otherwise than it is sent (a cast, strides)"
     return ""

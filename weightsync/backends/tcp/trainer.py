@@ -343,10 +343,11 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         carrier = self._carrier = self._make_carrier()
         carrier.register(self._ring.buckets)
         stable, layout = self._source.stable_tensors(), self._ring.packed_layout
-        if stable and (why := why_packed(layout, stable)):
-            logger.info("the source's tensors are packed for other hosts: %s", why)
-        elif stable and carrier.lend(stable):
-            self._lent = LentChunks(layout, stable)
+        if stable and carrier.lends:
+            if why := why_packed(layout, stable):
+                logger.info("the source's tensors are packed for other hosts: %s", why)
+            elif carrier.lend(stable):
+                self._lent = LentChunks(layout, stable)
         self._server = ChunkServer(
             self._address, self._secret, self._window, patience_s, carrier, tells_lost=True
         )
