@@ -19,6 +19,7 @@ from weightsync.backends import registry
 from weightsync.backends.base import Backend
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.ipc.transfer import IncomingTransfer
+from weightsync.backends.nixl.carrier import NixlCarrier
 from weightsync.testing import BackendContract
 from weightsync.weights.copy_plan import Memory
 from weightsync.wire.codec import decode_payload
@@ -110,14 +111,13 @@ class TestNixl(BackendContract):
 
     def corrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Flip a bit of every chunk that a host has read."""
-        carrier = pytest.importorskip("weightsync.backends.nixl.carrier").NixlCarrier
-        genuine = carrier.receive
+        genuine = NixlCarrier.receive
 
         def receive(self: Any, connection: Any, frame: Any, into: memoryview, check: Any) -> None:
             genuine(self, connection, frame, into, check)
             into[5] ^= 1
 
-        monkeypatch.setattr(carrier, "receive", receive)
+        monkeypatch.setattr(NixlCarrier, "receive", receive)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from weightsync.backends.base import Endpoint
+from weightsync.backends.nixl import carrier as carrier_module
 from weightsync.backends.nixl.backend import RDMA_COST, TCP_COST, NixlBackend
 from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request, nothing
 from weightsync.backends.tcp.server import ChunkServer
@@ -23,7 +24,6 @@ from weightsync.backends.tcp.window import ChunkWindow, Pieces
 from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
 
 pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
-carrier_module = pytest.importorskip("weightsync.backends.nixl.carrier")
 
 ADDRESS, SECRET, NBYTES, PATIENCE_S = "127.0.0.1", bytes(16), 64 << 10, 10.0
 
@@ -136,7 +136,8 @@ def test_tensors_on_a_gpu_are_lent_on_demand(chosen: bool, monkeypatch: pytest.M
     monkeypatch.setenv(carrier_module.GPU_VARIABLE, str(int(chosen)))
     with closing(carrier_module.NixlCarrier()) as carrier:
         agent, carrier._agent = carrier._agent, Driver()
-        assert carrier.lend([GpuTensor()]) is chosen
+        tensor: Any = GpuTensor()
+        assert carrier.lend([tensor]) is chosen
         asked = [([(4096, 64, 1, "")], "VRAM")]
         assert carrier._agent.asked == (asked if chosen else [])
         carrier._agent = agent

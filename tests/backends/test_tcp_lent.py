@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import ClassVar
 
 import pytest
 import torch
-import xxhash
-from hypothesis import given
 from torch import nn
 
 import weightsync as ws
-from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.tcp.carrier import InStream
 from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.backends.tcp.uplink import Uplink
-from weightsync.backends.tcp.window import ChunkWindow, Pieces
+from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.source import ModuleSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
-
-
-def read(pieces: Pieces) -> bytes:
-    made = bytearray(len(pieces))
-    for position, address, nbytes in pieces.places:
-        made[position : position + nbytes] = ctypes.string_at(address, nbytes)
-    return bytes(made)
-
-
-def check(layout: StreamLayout) -> None:
-    tensors = random_tensors(layout.manifest, 1)
-    wanted = stream_bytes(layout, tensors)
-    lent = LentChunks(layout, tensors)
-    for j, chunk in enumerate(layout.chunks):
-        pieces = lent.chunk(j)
-        assert read(pieces) == wanted[chunk.start : chunk.start + len(pieces)]
-        assert not any(wanted[chunk.start + len(pieces) : chunk.stop])
-        units = layout.units[chunk.first_unit : chunk.last_unit]
-        assert lent.fingerprints(j) == [
-            xxhash.xxh3_64_intdigest(wanted[unit.start : unit.stop]) for unit in units
-        ]
-
-
-@pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])
-def test_every_dtype(bucket: int) -> None:
-    check(StreamLayout(every_dtype(), bucket_nbytes=bucket, unit_nbytes=192))
-
-
-@given(manifests(), sizes(12), sizes(12))
-def test_any_model(manifest: Manifest, bucket: int, unit_nbytes: int) -> None:
-    check(StreamLayout(manifest, bucket_nbytes=bucket, unit_nbytes=unit_nbytes))
 
 
 def square(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,6 +68,31 @@ def test_chunks_on_a_gpu_are_lent_without_verification_only() -> None:
         lent.is_on_gpu = True
         assert engine._lent_chunks(source, verify=True) is None
         assert engine._lent_chunks(source, verify=False) is lent
+
+
+def test_memory_is_given_back_when_parameters_move() -> None:
+    class Carrier(InStream):
+        lent: ClassVar[list[int]] = []
+
+        def lend(self, tensors: Sequence[torch.Tensor]) -> bool:
+            self.lent.append(len(tensors))
+            return True
+
+    model = nn.Linear(4, 4)
+    source = ModuleSource(model)
+    options = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=4)
+    with closing(IpcTrainerEngine(source, options)) as ring:
+        engine = TcpTrainerEngine(source, ring, options)
+        for _ in range(2):
+            engine._carrier = Carrier()
+            engine._lent = LentChunks(ring.packed_layout, source.stable_tensors() or [])
+            model.weight.data = torch.randn(4, 4)
+            assert engine._lent_chunks(source, verify=True) is None
+            assert engine._lent is None
+        assert Carrier.lent == [0, 0]
+        engine._lent = LentChunks(ring.packed_layout, source.stable_tensors() or [])
+        engine.close()
+        assert engine._lent is None
 
 
 def test_nothing_is_packed_for_hosts_that_read_the_tensors() -> None:

@@ -1,20 +1,23 @@
-"""A chunk that is read again from the source has the bytes that were sent first."""
+"""A chunk that is read again from the source, or where it lies, has the bytes of the stream."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from torch import nn
 
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.tcp.lent import LentChunks
 from weightsync.backends.tcp.uplink import Uplink, reread
-from weightsync.backends.tcp.window import ChunkWindow, Data
+from weightsync.backends.tcp.window import ChunkWindow, Data, Pieces
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
@@ -24,13 +27,27 @@ from weightsync.weights.source import ModuleSource, StateDictSource, WeightSourc
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
 
+def joined(pieces: Pieces) -> bytes:
+    made = bytearray(len(pieces))
+    for position, address, nbytes in pieces.places:
+        made[position : position + nbytes] = ctypes.string_at(address, nbytes)
+    return bytes(made)
+
+
 def check(layout: StreamLayout) -> None:
     tensors = random_tensors(layout.manifest, 1)
     wanted = stream_bytes(layout, tensors)
     read = reread(layout, tensors)
     backwards = {j: bytes_of(read(j)) for j in reversed(range(len(layout.chunks)))}
+    lent = LentChunks(layout, tensors)
     for j, chunk in enumerate(layout.chunks):
         assert backwards[j] == wanted[chunk.start : chunk.stop], j
+        assert joined(lent.chunk(j)) == backwards[j][: len(lent.chunk(j))]
+        assert not any(backwards[j][len(lent.chunk(j)) :])
+        assert lent.fingerprints(j) == [
+            xxhash.xxh3_64_intdigest(wanted[unit.start : unit.stop])
+            for unit in layout.units[chunk.first_unit : chunk.last_unit]
+        ]
 
 
 @pytest.mark.parametrize("bucket", [64, 256, 4096, 1 << 20])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -110,6 +111,21 @@ def hold_works(_: int) -> tuple[bool, bool]:
     return held, last() is not None
 
 
+def close_meanwhile(rank: int) -> str:
+    """Rank 0 closes its group while another thread of it waits for the other ranks."""
+    ranks = joined()
+    if rank:
+        time.sleep(1.5)
+        return ""
+    found: list[Seen] = []
+    waiting = threading.Thread(target=lambda: found.append(seen(ranks.agree)))
+    waiting.start()
+    time.sleep(0.5)
+    ranks.close()
+    waiting.join(TIMEOUT_S)
+    return found[0][0]
+
+
 def missing_one(rank: int, absent: list[int]) -> Seen | list[bytes]:
     """The absent ranks come later, when the others have given up once and come again."""
     if rank in absent:
@@ -131,6 +147,10 @@ class TestTogether:
         """At interpreter exit that would abort the process."""
         size, crew = ranks_of
         assert crew.run(hold_works) == [(True, False)] * size
+
+    def test_a_close_while_another_thread_waits(self, ranks_of: tuple[int, Crew]) -> None:
+        size, crew = ranks_of
+        assert crew.run(close_meanwhile) == ["TransferError", *[""] * (size - 1)]
 
     def test_two_senders_of_one_trainer(self, ranks_of: tuple[int, Crew]) -> None:
         size, crew = ranks_of
