@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,7 +189,15 @@ def test_strangers_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_as_many_hosts_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the server's threads take: a host that was welcomed is no stranger."""
+    send = Connection.send_frame
+
+    def send_slowly(self: Connection, frame: Frame, *rest: Any) -> None:
+        send(self, frame, *rest)
+        time.sleep(0.2)
+
     monkeypatch.setattr(server_module, "_MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(Connection, "send_frame", send_slowly)
     with serving() as (server, _):
         hosts = [Connection.open("127.0.0.1", server.port, SECRET, i, WAIT_S) for i in range(20)]
         assert all(host.is_open for host in hosts)

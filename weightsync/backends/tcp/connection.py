@@ -184,15 +184,18 @@ class Connection:
             return False
 
     def receive_hello(self, secret: bytes, within_s: float) -> int | None:
-        """Welcome the host that connected and return its place; None unless it knows the secret."""
+        """Return the place of the host that connected; None unless it knows the secret."""
         hello = bytearray(_HELLO.size)
         deadline = time.monotonic() + within_s
         self._receive(memoryview(hello), nothing, deadline)
         magic, given, place = _HELLO.unpack(hello)
         if magic != _HELLO_MAGIC or not hmac.compare_digest(given, secret):
             return None
-        self.send_frame(Frame(FrameKind.WAITING), (), memoryview(b""))
         return int(place)
+
+    def send_welcome(self) -> None:
+        """Tell the host that connected that it is served."""
+        self.send_frame(Frame(FrameKind.WAITING), (), memoryview(b""))
 
     # The reading host
 

@@ -134,6 +134,7 @@ class ChunkServer:
             if place is not None:
                 with self._lock:
                     self._connections[connection] = place
+                connection.send_welcome()  # only now: it is no stranger any more
                 self._serve(connection, place)
         except (WeightSyncError, OSError) as exc:
             logger.debug("a connection ends: %s", exc)
