@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--mib", type=int, default=2048)
+    parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--backends", default="ipc,tcp,nixl", help="joined by commas")
@@ -141,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if way.on == on and verify in way.verify:
                         peer.ask("renew")
                         rows.append(measure(module, peer, way, verify=verify, n=options.updates))
+                        print(" ".join(rows[-1]), flush=True)
     print(f"{options.mib} MiB in {len(tensors)} tensors, {device.name}, torch {torch.__version__}")
     head = ["way", "to", "verified", "path", "ms", "GB/s", "packed MB", "ms of it"]
     print(table(head, rows))
