@@ -39,7 +39,7 @@ def test_weights_are_fetched(device: str, to: str, apply: Any) -> None:
         sender.send_weights(7)
         report = ws.fetch(receiver, source)
         assert (report.version, receiver.version) == (7, 7)
-        assert report.verified == "held"
+        assert report.verified in ("arrived", "held")
         assert digests(joiner) == digests(trainer)
 
 
