@@ -44,8 +44,10 @@ def sums(module: nn.Module) -> list[int]:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    words = tensor.view(-1).view(torch.uint8)
-    return words.sum(dtype=torch.int64) + 1000003 * words[::3].sum(dtype=torch.int64)
+    raw = tensor.view(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)
+    return words.sum() + 1000003 * words[::3].sum() + raw[whole:].sum(dtype=torch.int64)
 
 
 class Peer:

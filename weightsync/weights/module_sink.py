@@ -7,7 +7,8 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,6 +53,8 @@ from weightsync.wire.messages import TensorPart
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of parameter names that DDP, torch.compile and activation checkpointing insert."""
 
+_TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
+
 Rename = Callable[[str], str] | Mapping[str, str]
 """Maps a tensor's name to the name it is sent by; a mapping may lack names."""
 
@@ -79,10 +82,10 @@ def rename_with(rename: Rename | None) -> Callable[[str], str]:
 class ModuleTensors:
     """The parameters and persistent buffers of a module with their names, tied ones once.
 
-    The module is walked once. `refresh` compares every place with its former tensor, and walks
-    again only where one differs: a walk over 37,000 parameters takes longer than a copy. `tied[i]`
-    are further tensor objects over the memory of `tensors[i]`. `aliases` maps a tied name to the
-    name of its tensor. `modules` are all submodules; `wrapped` says that torch.compile wraps one.
+    The module is walked once, and again only where `refresh` finds a change: a walk over 37,000
+    parameters takes longer than a copy. `tied[i]` are further tensor objects over the memory of
+    `tensors[i]`. `aliases` maps a tied name to the name of its tensor. `modules` are all
+    submodules; `wrapped` says that torch.compile wraps one.
     """
 
     def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:
@@ -92,11 +95,10 @@ class ModuleTensors:
 
     def refresh(self) -> bool:
         """Return True when the module changed since the last call; all attributes are then new."""
-        same = all(_holds(table.get(key), tensor) for table, key, tensor in self._places) and all(
-            (len(m._parameters), len(m._buffers), len(m._modules)) == sizes
-            for m, sizes in self._modules
+        same = list(map(len, self._all_tables)) == self._sizes and (
+            all(map(operator.is_, self._found(), self._held))
+            or all(map(_holds, self._found(), self._held))
         )
-        same = same and all(table.get(key) is child for table, key, child in self._children)
         same = same and all(
             other.data_ptr() == self.tensors[i].data_ptr()
             for i, others in self.tied.items()
@@ -106,14 +108,18 @@ class ModuleTensors:
             self._walk()
         return not same
 
+    def _found(self) -> Iterator[object]:
+        """Yield what is now in each place, without a loop in Python."""
+        return map(dict.get, self._tables, self._keys)
+
     def _walk(self) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.tied: dict[int, list[torch.Tensor]] = {}
         self.aliases: dict[str, str] = {}
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-        self._modules: list[tuple[nn.Module, tuple[int, int, int]]] = []
+        self._tables: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[torch.Tensor | nn.Module] = []
         self.modules: list[nn.Module] = []
         self.wrapped = False
         first: dict[object, int] = {}
@@ -128,6 +134,8 @@ class ModuleTensors:
                 elif name != self.names[known]:
                     self.aliases[name] = self.names[known]
                     self._note_tied(known, tensor)
+        self._all_tables = list(chain.from_iterable(map(_TABLES, self.modules)))
+        self._sizes = list(map(len, self._all_tables))
 
     def _note_tied(self, index: int, tensor: torch.Tensor) -> None:
         """Keep a tensor object that shares only the memory of `tensors[index]`, not the object."""
@@ -136,13 +144,16 @@ class ModuleTensors:
             self.tied.setdefault(index, []).append(tensor)
 
     def _note_module(self, module: nn.Module) -> None:
-        sizes = (len(module._parameters), len(module._buffers), len(module._modules))
-        self._modules.append((module, sizes))
         self.modules.append(module)
         self.wrapped = self.wrapped or "_orig_mod" in module._modules
         for key, child in module._modules.items():
             if child is not None:
-                self._children.append((module._modules, key, child))
+                self._note_place(module._modules, key, child)
+
+    def _note_place(self, table: dict[str, Any], key: str, held: torch.Tensor | nn.Module) -> None:
+        self._tables.append(table)
+        self._keys.append(key)
+        self._held.append(held)
 
     def _own_tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         transient = module._non_persistent_buffers_set
@@ -153,19 +164,19 @@ class ModuleTensors:
         for table in tables:
             for key, tensor in table.items():
                 if tensor is not None and not (table is module._buffers and key in transient):
-                    self._places.append((table, key, tensor))
+                    self._note_place(table, key, tensor)
                     yield key, tensor
 
 
-def _holds(found: torch.Tensor | None, tensor: torch.Tensor) -> bool:
-    """Whether a place holds `tensor`, or the form of it that stands there during a forward pass.
+def _holds(found: Any, held: torch.Tensor | nn.Module) -> bool:
+    """Whether a place holds the object, or the form of it that stands there in a forward pass.
 
     While a tensor-parallel module computes, transformers replaces its DTensors by their local
     tensors, and a bias that it adds later by None.
     """
-    if found is tensor:
+    if found is held:
         return True
-    local = getattr(tensor, "_local_tensor", None)
+    local = getattr(held, "_local_tensor", None)
     return local is not None and (found is None or found.data_ptr() == local.data_ptr())
 
 

@@ -8,6 +8,7 @@ GPU.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
@@ -231,6 +232,9 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
 
     Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end.
     """
+    shapes = list(map(_SHAPE, specs))
+    if list(map(_SHAPE, tensors)) == shapes and all(map(torch.Tensor.data_ptr, tensors)):
+        return  # no loop in the usual case
     wrong = [
         f"{spec.name}: {spec}, now {list(tensor.shape)}"
         for spec, tensor in zip(specs, tensors, strict=True)
@@ -257,6 +261,7 @@ def flatten(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 Filled = tuple[int, torch.Tensor | None]
 """A chunk's number, and its bytes where one tensor fills it, else None (device buffer)."""
 
+_SHAPE = operator.attrgetter("shape")
 _PIPELINED_BUCKETS = 3
 """With fewer buckets, readers may need a chunk before they can free the bucket of the next one."""
 

@@ -146,7 +146,7 @@ def with_shards(
     names: Iterable[str], tensors: Sequence[torch.Tensor]
 ) -> tuple[Sequence[str], Sequence[torch.Tensor]]:
     """Return names and tensors, and after each DTensor its local shard, which optimizers write."""
-    if not any(hasattr(tensor, "_local_tensor") for tensor in tensors):
+    if set(map(type, tensors)).issubset(_PLAIN):
         return list(names), tensors
     parts = [(name, p) for name, t in zip(names, tensors, strict=True) for p in _parts(t)]
     return [name for name, _ in parts], [tensor for _, tensor in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import weakref
 from collections.abc import Sequence
@@ -170,6 +171,7 @@ def _wait_for_copies(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+_DEVICE = operator.attrgetter("device")
 _LIVENESS_INTERVAL_S = 0.05
 _KEPT_COPY_PLANS = 4
 """Number of compiled lists of copy plans that are kept, for the ring and registered memory."""
@@ -465,7 +467,7 @@ class IncomingTransfer:
 
     def _same_side(self, memory: Memory) -> bool:
         """Whether loaded memory was fingerprinted. False where a GPU reads a bucket on the host."""
-        on_gpu = any(t.device.type != "cpu" for t in memory.tensors)
+        on_gpu = any(device.type != "cpu" for device in set(map(_DEVICE, memory.tensors)))
         return not (on_gpu and self._opened.buckets[0].device.type == "cpu")
 
     def _check(self) -> None:
