@@ -486,3 +486,23 @@ def test_an_empty_module_is_committed() -> None:
     with ws.connect(model, to=receiver.handle) as sender:
         assert sender.send_weights().version == 1
     receiver.close()
+
+
+def test_updates_of_many_tensors_leave_nothing_to_the_garbage_collector() -> None:
+    """Tuples of all tensors that are kept for a moment cost a full collection now and then."""
+    trainer, server = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(3000))) for _ in range(2))
+    collections: list[object] = []
+
+    def note(phase: str, _: object) -> None:
+        collections.append(phase)
+
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="off") as sender:
+        for _ in range(4):
+            sender.send_weights()
+        gc.callbacks.append(note)
+        try:
+            for _ in range(3):
+                sender.send_weights()
+        finally:
+            gc.callbacks.remove(note)
+    assert len(collections) <= 6  # began and ended, of what messages take

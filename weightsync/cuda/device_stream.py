@@ -6,11 +6,15 @@ registered itself; any other is copied into a buffer of its own before each upda
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from weightsync.tensors import as_bytes
+
+_PLACE = (torch.Tensor.data_ptr, torch.Tensor.stride, operator.attrgetter("shape"))
+"""What says where a tensor lies: storages are held, so that no other has their address."""
 
 
 class DeviceStream:
@@ -37,7 +41,7 @@ class DeviceStream:
         self._where: list[int] = []
         self._offsets: list[int] = []
         self.tensors: list[torch.Tensor] = []
-        self._seen = self._identities(stable or [])
+        self._seen = [list(map(part, stable or [])) for part in _PLACE]
         known: dict[int, int] = {}
         for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
             own = stable is None or not self._lies_here(stable[i], dtype)
@@ -56,8 +60,11 @@ class DeviceStream:
         return self._storages, self._where, self._offsets
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor of `stable` now has another storage, offset, stride or shape."""
-        return bool(self._seen) and self._identities(tensors) != self._seen
+        """Whether a tensor of `stable` now has another address, stride or shape."""
+        return len(tensors) != len(self._seen[0]) or not all(
+            all(map(operator.eq, map(part, tensors), seen))
+            for part, seen in zip(_PLACE, self._seen, strict=True)
+        )
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
         """Copy tensors to their buffers on the current stream; return the number of bytes.
@@ -98,10 +105,3 @@ class DeviceStream:
         self._where.append(known[key])
         self._offsets.append(int(tensor.storage_offset()) * tensor.element_size())
         self.tensors.append(as_bytes(tensor))
-
-    @staticmethod
-    def _identities(tensors: Sequence[torch.Tensor]) -> list[object]:
-        return [
-            (t.untyped_storage()._cdata, t.data_ptr(), t.storage_offset(), t.stride(), t.shape)
-            for t in tensors
-        ]

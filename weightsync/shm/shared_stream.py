@@ -116,7 +116,7 @@ class SharedStream:
         """Return whether all tensors are unchanged in their places: the usual case, no loop."""
         return (
             list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
-            and list(map(_SHAPE, tensors)) == self._shapes
+            and all(map(operator.eq, map(_SHAPE, tensors), self._shapes))
             and all(map(torch.Tensor.is_contiguous, tensors))
         )
 

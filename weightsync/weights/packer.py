@@ -232,9 +232,9 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
 
     Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end.
     """
-    shapes = list(map(_SHAPE, specs))
-    if list(map(_SHAPE, tensors)) == shapes and all(map(torch.Tensor.data_ptr, tensors)):
-        return  # no loop in the usual case
+    same = all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, specs)))
+    if same and all(map(torch.Tensor.data_ptr, tensors)):
+        return  # no loop in Python in the usual case, and no tuples for its garbage collector
     wrong = [
         f"{spec.name}: {spec}, now {list(tensor.shape)}"
         for spec, tensor in zip(specs, tensors, strict=True)
