@@ -73,7 +73,7 @@ class SyncReport(_FormerNames):
 
     - `nbytes`: bytes of weights. `seconds`: one value per phase, and `total`.
     - `stall_s`: the longest time for which a receiver stopped generation.
-    - `path`: `cuda_ipc`, `shared_memory`, `tcp` or `safetensors_file`, joined by `+` where
+    - `path`: `cuda_ipc`, `shared_memory`, `tcp`, `nixl` or `safetensors_file`, joined by `+` where
       receivers differ. `skipped_paths`: for each faster path, the reason why it was not taken.
     - `verified`: `none`, `arrived` or `held`, the weakest level of all receivers.
     - `apply`: `staged` or `in_place`.

@@ -211,17 +211,20 @@ def test_the_reason_for_its_cost_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "devices", "sets"),
+    ("chosen", "devices", "on_gpu", "sets"),
     [
-        (None, [], [None, "tcp,self"]),
-        (None, ["mlx5_0"], [None, "^sm", "rc,self", "tcp,self"]),
-        ("tcp,self", [], [None, "tcp,sm,self"]),
-        ("rc,self", ["mlx5_0"], [None, "^sm", "tcp,self", "tcp,sm,self"]),
+        (None, [], False, [None, "tcp,self"]),
+        (None, ["mlx5_0"], False, [None, "^sm", "rc,self", "tcp,self"]),
+        ("tcp,self", [], False, [None, "tcp,sm,self"]),
+        ("rc,self", ["mlx5_0"], False, [None, "^sm", "tcp,self", "tcp,sm,self"]),
+        (None, ["mlx5_0"], True, [None, "^sm", "rc,self,cuda_copy", "tcp,self,cuda_copy"]),
+        ("tcp,self", [], True, [None, "tcp,self,cuda_copy", "tcp,sm,self,cuda_copy"]),
     ],
 )
 def test_transports_are_tried_that_should_work(
     chosen: str | None,
     devices: list[str],
+    on_gpu: bool,
     sets: list[str | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -229,6 +232,7 @@ def test_transports_are_tried_that_should_work(
     for device in devices:
         (tmp_path / device).touch()
     monkeypatch.setattr("weightsync.backends.nixl.backend._RDMA", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.delenv("UCX_TLS")
     if chosen is not None:
         monkeypatch.setenv("UCX_TLS", chosen)
@@ -272,3 +276,16 @@ def test_ucx_without_a_transport_between_hosts_is_an_error() -> None:
     said = done.stdout.partition("SAID ")[2]  # UCX prints there, too
     assert said.startswith("BackendUnavailableError"), done
     assert "NIXL failed" in said
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [("sm,self", "NIXL without cuda_copy in UCX_TLS, which"), ("sm,self,cuda_copy", "NIXL failed")],
+)
+def test_a_gpu_needs_a_transport_of_its_own(
+    chosen: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", chosen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(BackendUnavailableError, match=said):
+        carrier_module.NixlCarrier()

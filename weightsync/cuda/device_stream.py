@@ -7,13 +7,17 @@ registered itself; any other is copied into a buffer of its own before each upda
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from weightsync.tensors import as_bytes
 
-_PLACE = (torch.Tensor.data_ptr, torch.Tensor.stride, operator.attrgetter("shape"))
+_PLACE: Sequence[Callable[[torch.Tensor], object]] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    operator.attrgetter("shape"),
+)
 """What says where a tensor lies: storages are held, so that no other has their address."""
 
 

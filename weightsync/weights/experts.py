@@ -60,7 +60,7 @@ class PerExpertSource:
     `source` is what `connect` takes: a module, a state dict, a callable or a WeightSource. `layout`
     names the tensors of one expert; `dtype` casts, `rename` maps the new names. The tensors are
     views of the fused ones: streamed where those are on the CPU, registered where they stay on a
-    GPU (never run on a GPU).
+    GPU.
 
     Raises ConfigError where there are no fused experts, and for shapes other than
     `[experts, 2 * intermediate, hidden]` beside `[experts, hidden, intermediate]`. The experts of

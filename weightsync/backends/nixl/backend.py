@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RDMA_COST, TCP_COST = 2.0, 10.0
 """Beside the 5 of plain TCP: UCX's TCP is slower (measured, docs/scaling.md), RDMA is not."""
+CUDA = "cuda_copy"
+"""The transport without which NIXL's UCX does not start where there is a GPU (seen on an H200)."""
 _RDMA = Path("/sys/class/infiniband")
 
 
@@ -101,16 +103,17 @@ def _ucx_trials(chosen: str | None) -> list[Trial]:
     remedy = "unset UCX_TLS and UCX_NET_DEVICES, so that UCX chooses from all that it finds"
     own = "on this host (UCX_TLS unset)" if chosen is None else f"as it is set (UCX_TLS={chosen})"
     trials = [Trial(path="nixl", title=own, remedy=remedy)]
-    remedies = {"tcp,self": "check the network interfaces (ip link) and UCX_NET_DEVICES"}
+    gpu = f",{CUDA}" if torch.cuda.is_available() else ""
+    remedies = {f"tcp,self{gpu}": "check the network interfaces (ip link) and UCX_NET_DEVICES"}
     if devices := _rdma_devices():
         rdma = (
             f"check the links of {', '.join(devices)} (ibv_devinfo), /dev/infiniband in the "
             "container, and the limit of locked memory (ulimit -l)"
         )
-        remedies = {"^sm": rdma, "rc,self": rdma, **remedies}
+        remedies = {"^sm": rdma, f"rc,self{gpu}": rdma, **remedies}
     to_others = next(iter(remedies)) if chosen is None else None
     if chosen is not None:  # else UCX's choice has them all
-        remedies["tcp,sm,self"] = "check that /dev/shm is mounted and not full"
+        remedies[f"tcp,sm,self{gpu}"] = "check that /dev/shm is mounted and not full"
         remedies.pop(chosen, None)
     for transports, remedy in remedies.items():
         title = f"UCX_TLS={transports}"
