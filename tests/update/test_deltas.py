@@ -514,13 +514,13 @@ def test_off_says_nothing() -> None:
         assert sender.send_weights().delta is None
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_auto_stops_where_too_much_changes(monkeypatch: pytest.MonkeyPatch, *, made: bool) -> None:
+@pytest.mark.parametrize("kind", ["sent as they are", "cast", "made"])
+def test_auto_stops_where_too_much_changes(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("weightsync.update.deltas.MIN_NBYTES", 0)
-    trainer, server = Model(dtype=torch.float32 if made else torch.bfloat16), Model(1)
-    with ws.connect(
-        trainer, to=ws.WeightReceiver(server), dtype=torch.bfloat16, delta="auto"
-    ) as sender:
+    trainer, server = Model(dtype=torch.float32 if kind == "cast" else torch.bfloat16), Model(1)
+    source: Any = (lambda: trainer.state_dict().items()) if kind == "made" else trainer
+    dtype = torch.bfloat16 if kind == "cast" else None
+    with ws.connect(source, to=ws.WeightReceiver(server), dtype=dtype, delta="auto") as sender:
         reasons = []
         for step in range(10):
             report = sender.send_weights()
@@ -529,7 +529,7 @@ def test_auto_stops_where_too_much_changes(monkeypatch: pytest.MonkeyPatch, *, m
             assert equal(trainer, server)
             change(trainer, step, share=1.0)
         assert "" not in reasons
-        if made:  # only an attempt shows it
+        if kind == "made":  # only an attempt shows it
             assert 1 < sum("deltas failed" in reason for reason in reasons) < 9
         else:
             assert all("of the lines changed" in reason for reason in reasons[1:])

@@ -209,7 +209,21 @@ def test_the_estimate_is_near() -> None:
     named[0][1].view(-1, 32)[::4] = 1
     assert sample.changed_share(tensors) == pytest.approx(0.25, rel=0.1)
     assert sample.changed_share(tensors) == 0
-    assert sample.changed_share([tensors[0].t(), tensors[1].double()]) is None
+    assert sample.changed_share([tensors[0][::2], tensors[1]]) is None
+    assert sample.changed_share([tensors[0], tensors[1].long()]) is None
+
+
+@pytest.mark.parametrize("made", [torch.float32, torch.float64, torch.float16])
+def test_the_estimate_of_a_cast_is_that_of_its_result(made: torch.dtype) -> None:
+    """A change that the cast rounds away is none."""
+    masters = [torch.ones(1 << 20, dtype=made), torch.ones(77, dtype=made)]
+    layout = layout_of([("t", masters[0].bfloat16()), ("u", masters[1].bfloat16())])
+    sample, casts = LineSample(layout), LineSample(layout)
+    for change in (0.0, 1e-3, 1.0):
+        masters[0].view(-1, 32)[::4] += change
+        shares = sample.changed_share(masters), casts.changed_share([m.bfloat16() for m in masters])
+        assert shares[0] == shares[1]
+    assert shares[0] == pytest.approx(0.25, rel=0.1)
 
 
 class TestMemory:

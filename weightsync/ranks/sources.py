@@ -28,6 +28,7 @@ from weightsync.weights.shards import gather
 from weightsync.weights.source import (
     DescribedSource,
     IterableSource,
+    ModuleSource,
     SourceWatch,
     WeightSource,
     checked,
@@ -297,6 +298,15 @@ class SourceOfUpdate:
             check_whole(self._given.manifest.specs, stable)
             self._is_whole = True
         return stable
+
+    def tensors_to_sample(self) -> list[torch.Tensor] | None:
+        """Return `whole_tensors`, or those of which casts are sent; None for all others."""
+        if not self.is_made:
+            return self.whole_tensors()
+        found = self._given.cast_tensors() if isinstance(self._given, ModuleSource) else None
+        if found is not None:
+            check_whole(self._given.manifest.specs, found)
+        return found
 
     def tensors(self) -> Iterator[Pair]:
         """Yield the tensors of the source. Raises VerificationError as `look` does."""

@@ -343,10 +343,9 @@ class RankWorker:
         if not self.engines:
             return CommandResult()
         changes = self._log_of_changes(keeps=command.keeps)
-        stable = None if self.source.is_made else self.source.whole_tensors()
         return CommandResult(
             estimate=ChangeEstimate(
-                share=changes.changed_share(stable),
+                share=changes.changed_share(self.source.tensors_to_sample()),
                 marked=changes.lines_since(command.bases),
                 are_newest=changes.marks_since(command.bases) is None,
             )

@@ -147,12 +147,13 @@ class ChangeLog:
         self._end_interrupted()
         return {v.weights_id: to_hex(v.total) for v in self._versions if self.knows(v.weights_id)}
 
-    def changed_share(self, stable: Sequence[torch.Tensor] | None) -> float | None:
+    def changed_share(self, tensors: Sequence[torch.Tensor] | None) -> float | None:
         """Return about which share of the lines changed since the last call; None if not known.
 
-        Made tensors cannot be looked at before they are sent.
+        `tensors` are those that are sent, or those of which casts are sent. Other tensors that are
+        made cannot be looked at before they are sent: None.
         """
-        return None if stable is None else self._sample.changed_share(stable)
+        return None if tensors is None else self._sample.changed_share(tensors)
 
     def lines_since(self, bases: Sequence[str]) -> int | None:
         """Return how many lines the last scans marked since these bases; None if not known."""

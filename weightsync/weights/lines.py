@@ -298,8 +298,8 @@ class KnownSpans:
 class LineSample:
     """The sums of some lines of a source, to estimate cheaply how many change from call to call.
 
-    It looks at 4096 groups of eight lines, at all of a small stream. Only tensors that are sent as
-    they are.
+    It looks at 4096 groups of eight lines, at all of a small stream. Only contiguous tensors: those
+    that are sent, or those of which casts are sent.
     """
 
     def __init__(self, layout: StreamLayout) -> None:
@@ -312,7 +312,7 @@ class LineSample:
     def changed_share(self, tensors: Sequence[torch.Tensor]) -> float | None:
         """Return the share of lines that changed since the last call; None where not known."""
         compiled, spans = kernels(), self._known.find(tensors)
-        if not all(map(is_plain, tensors, self._layout.manifest.specs)):
+        if not all(map(_is_sampled, tensors, self._layout.manifest.specs)):
             return None
         if compiled is not None and spans is not None:
             room = int(sum(spans[:, 1]) // (512 * self._step) + len(spans) + 1) * 8
@@ -328,12 +328,15 @@ class LineSample:
     def _sample_with_torch(self, tensors: Sequence[torch.Tensor]) -> Words:
         rows = [_EMPTY_ROWS.to(tensors[0].device) if tensors else _EMPTY_ROWS]
         numbers = [np.zeros(0, np.int64)]
-        for tensor, offset in zip(tensors, self._layout.offsets, strict=True):
-            first, groups = offset // LINE, tensor.nbytes // LINE // 8
+        specs = self._layout.manifest.specs
+        for tensor, spec, offset in zip(tensors, specs, self._layout.offsets, strict=True):
+            first, groups = offset // LINE, spec.nbytes // LINE // 8
             at = -(first // 8) % self._step
             if at < groups:
-                flat = as_bytes(tensor)[: groups * 8 * LINE]
-                rows.append(flat.view(groups, 8 * LINE)[at :: self._step])
+                dtype = TORCH_DTYPES[spec.dtype]
+                elements = 8 * LINE // dtype.itemsize
+                flat = tensor.detach().view(-1)[: groups * elements].view(groups, elements)
+                rows.append(flat[at :: self._step].to(dtype).view(torch.uint8))
                 numbers.append(_lines_of(first, range(at, groups, self._step)))
         same = len({part.device for part in rows}) == 1
         words = (
@@ -342,6 +345,14 @@ class LineSample:
         keys = _keys(torch.from_numpy(np.concatenate(numbers)).to(words.device)).view(-1)
         sums = mixed_words(words, keys).view(-1, WORDS).sum(1)
         return sums.cpu().numpy().view(np.uint64)
+
+
+def _is_sampled(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    """Whether lines of the tensor, or of its cast, can be read without the others."""
+    casts = tensor.is_floating_point() and TORCH_DTYPES[spec.dtype].is_floating_point
+    return is_plain(tensor, spec) or (
+        casts and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    )
 
 
 class LineTable:

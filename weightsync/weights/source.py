@@ -292,6 +292,11 @@ class ModuleSource:
         self._look_again()
         return self._found.names, self._found.tensors
 
+    def cast_tensors(self) -> list[torch.Tensor] | None:
+        """Return the tensors of which those that are sent are casts; None where some are shards."""
+        self._look_again()
+        return None if self._sharded else self._found.tensors
+
     def _casts(self) -> bool:
         return self._dtype is not None and any(
             TORCH_DTYPES[spec.dtype] is not tensor.dtype
