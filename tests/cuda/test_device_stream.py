@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from weightsync.cuda import device_stream
 from weightsync.cuda.device_stream import DeviceStream
 
 CPU = torch.device("cpu")
@@ -29,11 +32,15 @@ def reshaped(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data.view(2, 8)
 
 
+def shortened(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data[:3]
+
+
 def shifted(parameter: nn.Parameter) -> None:
     parameter.data = torch.cat([parameter.data, parameter.data])[1:5]
 
 
-@pytest.mark.parametrize("change", [replaced, transposed, reshaped, shifted])
+@pytest.mark.parametrize("change", [replaced, transposed, reshaped, shortened, shifted])
 def test_tensors_that_lie_elsewhere_have_moved(change: Callable[[nn.Parameter], None]) -> None:
     tensors = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
     stream = registered(list(tensors))
@@ -49,11 +56,21 @@ def test_buffers_do_not_move() -> None:
     assert not stream.moved([])
 
 
-def test_an_address_is_not_used_again() -> None:
-    """The storage is held, so that another tensor cannot be where this one was."""
+def test_registered_memory_is_held() -> None:
     tensor = torch.randn(1 << 20)
-    address = tensor.data_ptr()
+    storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     stream = registered([tensor])
     del tensor
-    assert all(torch.randn(1 << 20).data_ptr() != address for _ in range(50))
-    assert stream.copied_nbytes == 0
+    assert not storage.expired()
+    stream.close()
+    assert storage.expired()
+
+
+def test_a_tensor_at_the_address_of_memory_that_was_freed_has_moved() -> None:
+    """`resize_(0)` frees the memory of a storage that is held."""
+    tensor, other = torch.randn(16), torch.randn(16)
+    stream = registered([tensor])
+    stream._seen = [[part(other)] for part in device_stream._PLACE]  # as if it lay there
+    assert not stream.moved([other])
+    tensor.untyped_storage().resize_(0)
+    assert stream.moved([other])

@@ -296,6 +296,50 @@ class TestWholeAgain:
             assert sent(sender.send_weights())
             assert equal(trainer, server)
 
+    @pytest.mark.parametrize("kind", ["cast", "iterable"])
+    @pytest.mark.parametrize("shape", [(8,), (0,), (3, 300, 64)])
+    def test_a_tensor_that_is_made_of_another_shape(
+        self, kind: str, shape: tuple[int, ...]
+    ) -> None:
+        trainer, server = Model(dtype=torch.float32), Model(seed=1)
+        pairs = dict(trainer.state_dict())
+        source: Any = trainer if kind == "cast" else pairs.items
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(source, to=receiver, dtype=torch.bfloat16, delta="always") as sender:
+            for _ in range(2):
+                sender.send_weights()
+            before = {name: tensor.clone() for name, tensor in server.state_dict().items()}
+            for name in ("p0", "p5"):  # the first, and the last one
+                kept = getattr(trainer, name).data
+                getattr(trainer, name).data = pairs[name] = torch.ones(shape)
+                with pytest.raises(ws.ManifestMismatchError, match=name):
+                    sender.send_weights()
+                getattr(trainer, name).data = pairs[name] = kept
+            assert all(torch.equal(t, before[name]) for name, t in server.state_dict().items())
+            change(trainer, 2)
+            sender.send_weights()
+            assert equal(trainer, server)
+
+    @pytest.mark.parametrize(
+        "spoil", [list.reverse, list.pop, lambda pairs: pairs.append(pairs[-1])]
+    )
+    def test_other_tensors_than_those_of_the_manifest(self, spoil: Any) -> None:
+        trainer, server = Model(), Model(seed=1)
+        pairs = list(trainer.state_dict().items())
+        with ws.connect(
+            lambda: list(pairs), to=ws.WeightReceiver(server), delta="always"
+        ) as sender:
+            for _ in range(2):
+                sender.send_weights()
+            kept = list(pairs)
+            spoil(pairs)
+            with pytest.raises(ws.ManifestMismatchError):
+                sender.send_weights()
+            pairs[:] = kept
+            change(trainer, 2)
+            sender.send_weights()
+            assert equal(trainer, server)
+
     def test_a_write_through_a_tied_parameter(self) -> None:
         trainer, server = Model(), Model(1)
         trainer.also = trainer.p0
@@ -539,6 +583,44 @@ def test_auto_stops_where_too_much_changes(monkeypatch: pytest.MonkeyPatch, kind
             assert equal(trainer, server)
             change(trainer, step, share=0.0001)
         assert kinds[-1]
+
+
+class Merged(ws.ModuleSource):
+    """A source that makes all tensors but the first layer's of others than the module's."""
+
+    def __init__(self, module: Model, added: torch.Tensor) -> None:
+        self._added = added
+        super().__init__(module, dtype=torch.bfloat16)
+
+    def stable_tensors(self) -> None:
+        return None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().tensors():
+            yield name, tensor + self._added if name == "p3" else tensor
+
+
+def test_what_a_subclass_makes_is_not_estimated_from_the_modules_tensors() -> None:
+    trainer, server, added = Model(dtype=torch.float32), Model(1), torch.zeros(513, 65)
+    source = Merged(trainer, added)
+    with ws.connect(source, to=ws.WeightReceiver(server), delta="always") as sender:
+        for step in range(5):
+            assert sent(sender.send_weights()) is (step > 0)
+            assert torch.equal(server.p3, (trainer.p3 + added).bfloat16())
+            added += 1
+
+
+def test_after_an_estimate_that_was_too_low_there_is_room_for_all(
+    sender_and_receiver: tuple[ws.WeightSender, Model, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, trainer, server = sender_and_receiver
+    monkeypatch.setattr("weightsync.weights.delta.ChangeLog.changed_share", lambda *_: 0.0)
+    came = []
+    for step in range(3):
+        change(trainer, step, share=1.0)
+        came.append(sent(sender.send_weights()))
+        assert equal(trainer, server)
+    assert came == [False, True, False]
 
 
 def test_a_change_while_a_delta_is_sent_is_an_error() -> None:

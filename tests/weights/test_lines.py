@@ -213,6 +213,28 @@ def test_the_estimate_is_near() -> None:
     assert sample.changed_share([tensors[0], tensors[1].long()]) is None
 
 
+class Wrapper(torch.Tensor):
+    """A tensor whose memory is that of others."""
+
+
+def test_tensors_that_cannot_be_looked_at_are_not_estimated() -> None:
+    layout = layout_of([("t", torch.ones(64, 64))])
+    freed = torch.ones(64, 64)
+    freed.untyped_storage().resize_(0)
+    for tensor in (
+        torch.ones(64, 65),
+        torch.ones(0),
+        torch.ones(64, 64).as_subclass(Wrapper),
+        freed,
+    ):
+        sample = LineSample(layout)
+        for _ in range(2):
+            assert sample.changed_share([tensor]) is None
+        for _ in range(2):
+            share = sample.changed_share([torch.ones(64, 64)])
+        assert share == 0
+
+
 @pytest.mark.parametrize("made", [torch.float32, torch.float64, torch.float16])
 def test_the_estimate_of_a_cast_is_that_of_its_result(made: torch.dtype) -> None:
     """A change that the cast rounds away is none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -153,6 +154,36 @@ class TestModuleTensors:
         module[0] = nn.Linear(2, 2)
         assert found.refresh()
         assert found.tensors[0] is module[0].weight
+        assert not found.refresh()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda m: setattr(m[1], "bias", nn.Parameter(torch.ones(2))),
+            lambda m: setattr(m[0], "bias", None),
+            lambda m: m[0].__dict__.update(copy.deepcopy(m[0].__dict__)),
+            lambda m: m[0].__dict__.update(_parameters={"weight": m[0].weight}),
+            lambda m: m.__dict__.update(_modules={**m._modules, "3": nn.Linear(2, 2)}),
+            lambda m: m.__setitem__(1, nn.Linear(2, 2)),
+            lambda m: m._modules.update({"1": None}),
+        ],
+        ids=["set", "unset", "copied", "fewer", "more", "another child", "no child"],
+    )
+    def test_every_change_is_noticed(self, change: Callable[[nn.Module], object]) -> None:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+        found = ModuleTensors(module)
+        change(module)
+        assert found.refresh()
+        assert set(found.names) == set(module.state_dict())
+        held = module.state_dict(keep_vars=True)
+        assert all(held[n] is t for n, t in zip(found.names, found.tensors, strict=True))
+        assert not found.refresh()
+
+    def test_other_buffers_may_change(self) -> None:
+        module = nn.BatchNorm1d(2)
+        module.register_buffer("cache", torch.ones(1), persistent=False)
+        found = ModuleTensors(module)
+        module.cache = torch.ones(3)
         assert not found.refresh()
 
     def test_a_new_buffer_is_noticed(self) -> None:

@@ -18,7 +18,7 @@ _PLACE: Sequence[Callable[[torch.Tensor], object]] = (
     torch.Tensor.stride,
     operator.attrgetter("shape"),
 )
-"""What says where a tensor lies: storages are held, so that no other has their address."""
+"""The properties that locate a tensor in memory that is held."""
 
 
 class DeviceStream:
@@ -53,6 +53,7 @@ class DeviceStream:
                 self._buffers[i] = torch.empty(tuple(shape), dtype=dtype, device=device)
             tensor = self._buffers[i] if stable is None or own else stable[i]
             self._register(tensor.detach(), known)
+        self._addresses = list(map(torch.Tensor.data_ptr, self._storages))
 
     @property
     def copied_nbytes(self) -> int:
@@ -64,7 +65,12 @@ class DeviceStream:
         return self._storages, self._where, self._offsets
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor of `stable` now has another address, stride or shape."""
+        """Whether a tensor of `stable` now has another address, stride or shape.
+
+        Or memory of a storage was freed, as by `resize_(0)`: another may have its address then.
+        """
+        if list(map(torch.Tensor.data_ptr, self._storages)) != self._addresses:
+            return True
         return len(tensors) != len(self._seen[0]) or not all(
             all(map(operator.eq, map(part, tensors), seen))
             for part, seen in zip(_PLACE, self._seen, strict=True)

@@ -300,17 +300,19 @@ class SourceOfUpdate:
         return stable
 
     def tensors_to_sample(self) -> list[torch.Tensor] | None:
-        """Return `whole_tensors`, or those of which casts are sent; None for all others."""
+        """Return the tensors before a cast; None where they are made in any other way."""
         if not self.is_made:
             return self.whole_tensors()
-        found = self._given.cast_tensors() if isinstance(self._given, ModuleSource) else None
-        if found is not None:
-            check_whole(self._given.manifest.specs, found)
-        return found
+        # A subclass may make others.
+        return self._given.cast_tensors() if type(self._given) is ModuleSource else None
 
     def tensors(self) -> Iterator[Pair]:
-        """Yield the tensors of the source. Raises VerificationError as `look` does."""
+        """Yield the tensors of the source.
+
+        Raises VerificationError as `look` does, ManifestMismatchError where they are others.
+        """
         pairs = self._compared() if self._compares else self._source.tensors()
+        pairs = checked(pairs, self.manifest)
         if self._recorded is not None:
             (changes, weights_id), self._recorded = self._recorded, None
             pairs = changes.recorded(weights_id, pairs)

@@ -81,7 +81,7 @@ class DeltaPlanner:
         if estimate.marked is None or slow_and_older:
             self._reason = "the changes since the weights that the receivers hold are not known"
             return record
-        if estimate.share is None:  # room for all that pay, or for all
+        if estimate.share is None or self._refusals:  # room for all that pay, or for all
             expected = int(most * self.lines)
         else:
             expected = min(int(estimate.share * self.lines) + estimate.marked, self.lines)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.specs import TensorSpec
-from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
+from weightsync.tensors import PLAIN_CLASSES, TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
 from weightsync.weights.checksums import MASK
 from weightsync.weights.copy_plan import Memory
 from weightsync.weights.fingerprint import mixed_words
@@ -350,8 +350,13 @@ class LineSample:
 def _is_sampled(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Whether lines of the tensor, or of its cast, can be read without the others."""
     casts = tensor.is_floating_point() and TORCH_DTYPES[spec.dtype].is_floating_point
-    return is_plain(tensor, spec) or (
-        casts and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return (
+        type(tensor) in PLAIN_CLASSES
+        and tensor.shape == spec.shape
+        and (casts or tensor.dtype is TORCH_DTYPES[spec.dtype])
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        and (tensor.data_ptr() != 0 or not spec.nbytes)
     )
 
 

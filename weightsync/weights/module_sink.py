@@ -95,7 +95,11 @@ class ModuleTensors:
 
     def refresh(self) -> bool:
         """Return True when the module changed since the last call; all attributes are then new."""
-        same = list(map(len, self._all_tables)) == self._sizes and (
+        tables = chain.from_iterable(map(_TABLES, self.modules))
+        same = all(map(operator.is_, tables, self._all_tables)) and (
+            list(map(len, self._all_tables)) == self._sizes
+        )
+        same = same and (
             all(map(operator.is_, self._found(), self._held))
             or all(map(_holds, self._found(), self._held))
         )
@@ -119,7 +123,7 @@ class ModuleTensors:
         self.aliases: dict[str, str] = {}
         self._tables: list[dict[str, Any]] = []
         self._keys: list[str] = []
-        self._held: list[torch.Tensor | nn.Module] = []
+        self._held: list[torch.Tensor | nn.Module | None] = []
         self.modules: list[nn.Module] = []
         self.wrapped = False
         first: dict[object, int] = {}
@@ -147,10 +151,11 @@ class ModuleTensors:
         self.modules.append(module)
         self.wrapped = self.wrapped or "_orig_mod" in module._modules
         for key, child in module._modules.items():
-            if child is not None:
-                self._note_place(module._modules, key, child)
+            self._note_place(module._modules, key, child)
 
-    def _note_place(self, table: dict[str, Any], key: str, held: torch.Tensor | nn.Module) -> None:
+    def _note_place(
+        self, table: dict[str, Any], key: str, held: torch.Tensor | nn.Module | None
+    ) -> None:
         self._tables.append(table)
         self._keys.append(key)
         self._held.append(held)
@@ -163,19 +168,21 @@ class ModuleTensors:
         )
         for table in tables:
             for key, tensor in table.items():
-                if tensor is not None and not (table is module._buffers and key in transient):
-                    self._note_place(table, key, tensor)
+                if table is module._buffers and key in transient:
+                    continue
+                self._note_place(table, key, tensor)
+                if tensor is not None:
                     yield key, tensor
 
 
-def _holds(found: Any, held: torch.Tensor | nn.Module) -> bool:
-    """Whether a place holds the object, or the form of it that stands there in a forward pass.
+def _holds(found: Any, held: torch.Tensor | nn.Module | None) -> bool:
+    """Whether a place holds the object, or the form of it that replaces it in a forward pass.
 
     While a tensor-parallel module computes, transformers replaces its DTensors by their local
     tensors, and a bias that it adds later by None.
     """
-    if found is held:
-        return True
+    if found is held or not isinstance(held, torch.Tensor):
+        return found is held
     local = getattr(held, "_local_tensor", None)
     return local is not None and (found is None or found.data_ptr() == local.data_ptr())
 

@@ -228,13 +228,19 @@ def bucket_views(layout: StreamLayout, chunk: Chunk, bucket: torch.Tensor) -> li
 
 
 def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ManifestMismatchError for tensors without memory or of another shape.
+    """Raise ManifestMismatchError for tensors without memory, of another shape or number.
 
     Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end.
     """
+    if len(tensors) != len(specs):
+        raise ManifestMismatchError(
+            f"the source has {len(tensors)} tensors, and its manifest {len(specs)}; connect again "
+            "if the model has changed"
+        )
+    # The usual case without a loop in Python, and without tuples for the garbage collector.
     same = all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, specs)))
     if same and all(map(torch.Tensor.data_ptr, tensors)):
-        return  # no loop in Python in the usual case, and no tuples for its garbage collector
+        return
     wrong = [
         f"{spec.name}: {spec}, now {list(tensor.shape)}"
         for spec, tensor in zip(specs, tensors, strict=True)

@@ -134,7 +134,8 @@ class ChunkServer:
             if place is not None:
                 with self._lock:
                     self._connections[connection] = place
-                connection.send_welcome()  # only now: it is no stranger any more
+                # After that, so that the limit of unauthenticated ones cannot cut a host off.
+                connection.send_welcome()
                 self._serve(connection, place)
         except (WeightSyncError, OSError) as exc:
             logger.debug("a connection ends: %s", exc)
