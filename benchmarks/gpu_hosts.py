@@ -1,4 +1,4 @@
-"""Updates of a model on a GPU to a receiver that shares no GPU with it, beside plain copies.
+"""Updates of a model on a GPU through the memory of its host, beside plain copies.
 
     python -m benchmarks.gpu_hosts
 
@@ -79,8 +79,8 @@ def measure(module: nn.Module, peer: Peer, way: Way, *, verify: bool, n: int) ->
     if sums(module) != peer.ask("sums"):
         raise SystemExit(f"{way.title}: the receiver does not hold what was sent")
     total = statistics.median(totals)
-    means = {name: statistics.median(p.get(name, 0.0) for p in phases) for name in phases[-1]}
-    parts = ", ".join(f"{name} {s * 1e3:.0f}" for name, s in means.items() if s >= 5e-4)
+    medians = {name: statistics.median(p.get(name, 0.0) for p in phases) for name in phases[-1]}
+    parts = ", ".join(f"{name} {s * 1e3:.0f}" for name, s in medians.items() if s >= 5e-4)
     return [
         way.title,
         way.on,

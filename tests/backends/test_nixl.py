@@ -280,7 +280,10 @@ def test_ucx_without_a_transport_between_hosts_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "said"),
-    [("sm,self", "NIXL without cuda_copy in UCX_TLS, which"), ("sm,self,cuda_copy", "NIXL failed")],
+    [
+        ("sm,self", "NIXL .*: add it to UCX_TLS, or unset UCX_TLS"),
+        ("sm,self,cuda_copy", "NIXL failed"),
+    ],
 )
 def test_a_gpu_needs_a_transport_of_its_own(
     chosen: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -289,3 +292,19 @@ def test_a_gpu_needs_a_transport_of_its_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(BackendUnavailableError, match=said):
         carrier_module.NixlCarrier()
+
+
+@pytest.mark.parametrize(
+    ("transports", "lacks"),
+    [
+        ("all", False),
+        ("tcp,self", True),
+        ("cuda_ipc,self,sm", True),
+        ("tcp,cuda", False),
+        ("tcp,cuda_copy,self", False),
+        ("^sm", False),
+        ("^tcp,cuda_copy", True),
+    ],
+)
+def test_transports_without_that_of_a_gpu(transports: str, lacks: bool) -> None:
+    assert carrier_module._lacks_cuda(transports) is lacks

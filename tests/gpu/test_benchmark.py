@@ -53,6 +53,28 @@ def test_the_benchmark_ends_with_its_bars(device: str, tmp_path: Path) -> None:
         assert 0 < found["event_handles"] <= found["handles"]
 
 
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.soak), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+@pytest.mark.usefixtures("shm_clean")
+def test_the_benchmark_of_hosts_measures_every_way(device: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_hosts", "--device", device, "--mib", "8"]
+    done = subprocess.run(
+        [*command, "--updates", "1", "--backends", "ipc,tcp"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
+    places = 2 if device == "cuda" else 1
+    ways = ["shared memory"] * 2 + ["tcp"] * 2 * places + ["tcp, delta of 1 %"]
+    assert [row for row in rows if row in ways] == ways
+
+
 def row_of(way: str, verified: str, of_copy_rate: float, control_s: float) -> Row:
     data_s = 0.1 / of_copy_rate
     return Row(

@@ -1,4 +1,4 @@
-"""What a model on a GPU takes part in beside plain updates, with the receiver in this process."""
+"""Fetches, snapshots, experts and updates between hosts of models on a GPU, in one process."""
 
 from __future__ import annotations
 

@@ -298,7 +298,8 @@ class KnownSpans:
 class LineSample:
     """The sums of some lines of a source, to estimate cheaply how many change from call to call.
 
-    It looks at 4096 groups of eight lines, at all of a small stream. Only contiguous tensors: those
+    It looks at 4096 groups of eight lines, at one in 512 where these are more, at all of a small
+    stream. Only contiguous tensors: those
     that are sent, or those of which casts are sent.
     """
 

@@ -242,9 +242,9 @@ class NixlCarrier:
 
 
 def _make_agent() -> Any:
-    chosen = os.environ.get("UCX_TLS", "^")
-    lacks_cuda = torch.cuda.is_available() and not chosen.startswith("^") and "cuda" not in chosen
-    hint = f" without {CUDA} in UCX_TLS, which it needs beside a GPU," if lacks_cuda else ""
+    hint = ""
+    if torch.cuda.is_available() and _lacks_cuda(os.environ.get("UCX_TLS", "all")):
+        hint = f" (with a GPU it needs {CUDA}: add it to UCX_TLS, or unset UCX_TLS)"
     with _errors(f"NIXL{hint}", BackendUnavailableError):
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  # the extra `nixl`
 
@@ -254,6 +254,15 @@ def _make_agent() -> Any:
     if "UCX" not in agent.backends:
         raise BackendUnavailableError("NIXL has no backend UCX here; install nixl's wheel for it")
     return agent
+
+
+def _lacks_cuda(transports: str) -> bool:
+    """Whether a value of UCX_TLS leaves out the transport of GPU memory; `^` excludes those listed.
+
+    `cuda` is UCX's alias of all transports of GPUs.
+    """
+    listed = not {"all", "cuda", CUDA}.isdisjoint(transports.removeprefix("^").split(","))
+    return listed is transports.startswith("^")
 
 
 def _pause(begun: float) -> None:
