@@ -1,7 +1,7 @@
 """The backend between hosts that read each other's memory: one-sided READs of NIXL over UCX.
 
 Everything but the bytes is the backend `tcp`: who reads from whom, and who takes over from whom.
-Host memory, and on demand that of GPUs. It has run over UCX's tcp and shared memory, never over RDMA.
+Host memory, and on demand that of GPUs. It has run over UCX's tcp and shared memory, never by RDMA.
 """
 
 from __future__ import annotations
