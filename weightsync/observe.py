@@ -345,7 +345,10 @@ class ProgressObserver(Observer):
         if self._thread is None or not self._thread.is_alive():
             update.started = time.perf_counter()
             self._thread = threading.Thread(
-                target=self._run, args=(update,), name="weightsync-progress", daemon=True
+                target=self._run,
+                args=(update, update.snapshot()),
+                name="weightsync-progress",
+                daemon=True,
             )
             self._thread.start()
 
@@ -376,14 +379,12 @@ class ProgressObserver(Observer):
             if self._thread.is_alive():
                 logger.warning("the progress callback still runs after the end of its update")
 
-    def _run(self, update: _Update) -> None:
+    def _run(self, update: _Update, progress: Progress) -> None:
+        last = False
         while True:
-            last = update.stop.is_set()
-            if last:
-                update.phase = update.end
             try:
                 if self._callback is not None:
-                    self._callback(update.snapshot())
+                    self._callback(progress)
             except Exception:
                 self._callback = None
                 logger.warning(
@@ -391,7 +392,10 @@ class ProgressObserver(Observer):
                 )
             if last or self._callback is None:
                 return
-            update.stop.wait(INTERVAL_S)
+            last = update.stop.wait(INTERVAL_S)
+            if last:
+                update.phase = update.end
+            progress = update.snapshot()
 
 
 def _taken(progress: TransferProgress, reader: int) -> int:

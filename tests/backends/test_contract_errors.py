@@ -575,7 +575,7 @@ def test_an_engine_whose_heartbeat_fails_has_its_update_expire() -> None:
             raise OSError("unmounted")
 
     ws.register_backend(type("Other", (Shelf,), {"receiver": Receiver}))
-    receiver = ws.WeightReceiver(model(0), apply="staged", lease_s=0.4)
+    receiver = ws.WeightReceiver(model(0), apply="staged", lease_s=2.0)
     with (
         closing(receiver),
         ws.connect(model(1), to=receiver.handle, backend="shelf", verify=False) as sender,

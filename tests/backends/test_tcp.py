@@ -309,9 +309,9 @@ def test_twenty_handshakes_one_after_another_leave_nothing_behind() -> None:
         send_well(fleet, 30)
         assert {path.name for path in Path("/dev/shm").iterdir()} & ever == held()
         deadline = time.monotonic() + ROOM_S
-        while prints() != before and time.monotonic() < deadline:  # threads that end
+        while (after := prints()) != before and time.monotonic() < deadline:  # threads that end
             time.sleep(0.05)
-        assert prints() == before
+        assert after == before
 
 
 def test_the_sender_counts_as_alive_until_it_ends() -> None:

@@ -158,7 +158,7 @@ class Fleet:
         """The versions in use; each is whole, and the bytes are those that were sent as it."""
         held = set()
         for relay in relays:
-            version = relay.remote.reading(timeout_s=1.0)
+            version = relay.remote.reading(timeout_s=10.0)
             assert relay.remote.digests() == self.known[version], f"{relay.name} at {version}"
             held.add(version)
         return held

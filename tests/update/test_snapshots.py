@@ -114,7 +114,14 @@ def test_a_second_one_replaces_the_first() -> None:
         with ws.connect(slow, to=through) as sender:
             first = sender.send_async()
             fill(model, 2.0)
-            threading.Timer(0.3, go.set).start()
+            in_flight = sender._in_flight
+            assert in_flight is not None
+
+            def let_go() -> None:
+                assert in_flight.stop.wait(WAIT_S)
+                go.set()
+
+            threading.Thread(target=let_go).start()
             second = sender.send_async(replace=True)
             assert isinstance(first.exception(), ws.errors.TransferCancelled)
             second.result(WAIT_S)
@@ -241,18 +248,22 @@ def test_a_change_while_it_is_copied_is_an_error() -> None:
 
 def test_steps_of_another_thread_are_never_mixed_after_a_copy() -> None:
     model, held = Layers(0.0, side=256, layers=24), Layers(-1.0, side=256, layers=24)
-    step, stop, refused = optimizer(model).step, threading.Event(), 0
+    step, stop, sends, refused = optimizer(model).step, threading.Event(), 0, 0
 
     def train() -> None:
         while not stop.is_set():
             step()
+
+    deadline = time.monotonic() + WAIT_S
 
     with closing(ws.WeightReceiver(held)) as receiver, ws.connect(model, to=receiver) as sender:
         sender.send_async().result(WAIT_S)
         thread = threading.Thread(target=train)
         thread.start()
         try:
-            for _ in range(20):
+            while sends < 20 or not refused:
+                assert time.monotonic() < deadline
+                sends += 1
                 try:
                     sender.send_weights()
                 except ws.VerificationError:
@@ -261,7 +272,6 @@ def test_steps_of_another_thread_are_never_mixed_after_a_copy() -> None:
         finally:
             stop.set()
             thread.join()
-    assert refused
 
 
 def test_the_copy_is_freed_by_release_and_by_close() -> None:

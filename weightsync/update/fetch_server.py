@@ -111,13 +111,13 @@ class _Fetch:
 
     def _run(self) -> None:
         try:
-            self.transport.end(FetchReply(report=self._send()))
+            reply = FetchReply(report=self._send())
         except Exception as exc:
             if not isinstance(exc, WeightSyncError):
                 logger.exception("the weights could not be sent to a receiver that fetches them")
-            self.transport.end(FetchReply(problem=to_problem(exc)))
-        finally:
-            self.ended_at = time.monotonic()
+            reply = FetchReply(problem=to_problem(exc))
+        self.ended_at = time.monotonic()  # first: with the reply the receiver may fetch again
+        self.transport.end(reply)
 
     def _send(self) -> SyncReport:
         self._check_free()

@@ -26,7 +26,8 @@ _HELLO_S = 5.0
 _BEAT_S = 0.25
 _MAX_UNAUTHENTICATED = 256
 """Connections without the secret so far; the oldest is closed for another one."""
-_UNAUTHENTICATED = -1
+_UNAUTHENTICATED, _CUT = -1, -2
+"""The places of connections without the secret, and of those of them that make room for others."""
 _KNOWN_AFTER_S = 30.0
 """How long a host that asks for an update is kept waiting that has not begun here, at most."""
 
@@ -114,6 +115,7 @@ class ChunkServer:
                 return
             strangers = [c for c, place in self._connections.items() if place == _UNAUTHENTICATED]
             if len(strangers) >= _MAX_UNAUTHENTICATED:
+                self._connections[strangers[0]] = _CUT
                 strangers[0].cut()
             self._connections[connection] = _UNAUTHENTICATED
         try:
