@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.offers import offered, registered
 from tests.segments import opened_since
+from tests.update.test_leases import LEASE_S, let_a_lease_pass
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.errors import (
@@ -602,15 +603,15 @@ class TestFleet:
 
 class TestLease:
     def test_a_silent_sender_loses_its_update(self, trainer: Trainer, served: nn.Module) -> None:
-        receiver = WeightReceiver(served, lease_s=SHORT_S)
-        trainer.init(receiver)
-        receiver.dispatch(trainer.update(1, "u", prepare=False))
-        assert receiver.status().state == "UPDATING"
-        until(lambda: state(receiver) == ("READY", 0))
-        assert values(served) == {0}
-        trainer.send(receiver, 2, "v")
-        assert values(served) == {2}
-        receiver.close()
+        with closing(WeightReceiver(served, lease_s=LEASE_S)) as receiver:
+            trainer.init(receiver)
+            receiver.dispatch(trainer.update(1, "u", prepare=False))
+            assert receiver.status().state == "UPDATING"
+            let_a_lease_pass(receiver)
+            until(lambda: state(receiver) == ("READY", 0))
+            assert values(served) == {0}
+            trainer.send(receiver, 2, "v")
+            assert values(served) == {2}
 
     def test_a_prepared_staged_update_is_kept(self, trainer: Trainer, served: nn.Module) -> None:
         receiver = WeightReceiver(served, lease_s=SHORT_S)

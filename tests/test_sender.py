@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from tests.update.test_leases import LEASE_S, let_a_lease_pass
 from weightsync.weights import arena
 from weightsync.weights.source import ModuleSource
 from weightsync.wire.messages import (
@@ -46,6 +49,13 @@ def values(model: nn.Module) -> set[float]:
 
 def seen(tensors: Iterable[torch.Tensor]) -> set[float]:
     return {v for t in tensors for v in t.detach().flatten().tolist()}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def in_thread(call: Callable[[], object]) -> threading.Thread:
@@ -106,35 +116,31 @@ class TestEnds:
     def test_an_abort_during_finish_comes_too_late(self) -> None:
         server, model = make(), make(1)
         receiver = ws.WeightReceiver(server)
-        with ws.connect(model, to=receiver.handle) as sender:
+        with ThreadPoolExecutor(2) as pool, ws.connect(model, to=receiver.handle) as sender:
             sender.send_weights()
             fill(model, 2)
             with receiver.reading():
-                sending = in_thread(sender.send_weights)
-                deadline = time.monotonic() + TIMEOUT_S
-                while receiver.status().prepared_version is None and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                time.sleep(0.05)
+                sending = pool.submit(sender.send_weights)
+                until(lambda: receiver._session.gate.held)  # finish waits for the reader
                 update_id = receiver.status().update_id
-                abort = in_thread(lambda: receiver.dispatch(AbortRequest(update_id=update_id)))
+                abort = pool.submit(receiver.dispatch, AbortRequest(update_id=update_id))
                 time.sleep(0.05)
-            sending.join(TIMEOUT_S)
-            abort.join(TIMEOUT_S)
+            assert sending.result(TIMEOUT_S).version == 2
+            abort.result(TIMEOUT_S)
         assert receiver.status().state == "READY"
         assert receiver.version == 2
         assert values(server) == {2}
 
     def test_a_prepared_session_without_a_sender_expires(self) -> None:
         server = make()
-        receiver = ws.WeightReceiver(server, lease_s=0.2)
-        receiver.dispatch(StartRequest(partial=True))
-        receiver.dispatch(PrepareRequest())
-        assert receiver.status().state == "PREPARED"
-        deadline = time.monotonic() + TIMEOUT_S
-        while receiver.status().state != "READY" and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with ws.connect(make(1), to=receiver.handle) as sender:
-            sender.send_weights()
+        with closing(ws.WeightReceiver(server, lease_s=LEASE_S)) as receiver:
+            receiver.dispatch(StartRequest(partial=True))
+            receiver.dispatch(PrepareRequest())
+            assert receiver.status().state == "PREPARED"
+            let_a_lease_pass(receiver)
+            until(lambda: receiver.status().state == "READY")
+            with ws.connect(make(1), to=receiver.handle) as sender:
+                sender.send_weights()
         assert values(server) == {1}
 
     def test_a_cancelled_send_has_stopped_reading_when_it_returns(self) -> None:

@@ -563,7 +563,7 @@ class TestFailures:
         with processes.host() as living, processes.host() as sleeping:
             other = living.receiver("http", model="plain")
             asleep = sleeping.receiver("http", model="plain")
-            with connect(model, [other.url, asleep.url], timeout_s=1.0) as sender:
+            with connect(model, [other.url, asleep.url], timeout_s=3.0) as sender:
                 sender.send_weights()
                 with (
                     sleeping.stopped(),
@@ -582,8 +582,8 @@ class TestFailures:
         silent = Silent()
         with silent as url:
             with pytest.raises(ws.TransportTimeout, match=url):
-                connect(model, [first, url], timeout_s=0.5)
-            with connect(model, first, timeout_s=0.5) as sender:
+                connect(model, [first, url], timeout_s=3.0)
+            with connect(model, first, timeout_s=3.0) as sender:
                 with pytest.raises(ws.TransportTimeout, match=url):
                     sender.add(url)
                 sender.send_weights()

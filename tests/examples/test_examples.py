@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.live import held_port
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 START_TIMEOUT_S = 60.0
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _answer(port: int) -> dict[str, object]:
@@ -44,7 +39,11 @@ def _wait_until_it_answers(port: int, server: subprocess.Popen[bytes]) -> dict[s
 @pytest.mark.usefixtures("shm_clean")
 @pytest.mark.parametrize("trainer", ["trainer.py", "overlap.py"])
 def test_trainer_and_receiver(trainer: str) -> None:
-    port = _free_port()
+    with held_port() as port:
+        check_trainer_and_receiver(trainer, port)
+
+
+def check_trainer_and_receiver(trainer: str, port: int) -> None:
     environment = {
         **os.environ,
         "WEIGHTSYNC_TOKEN": "a-token-for-this-test",

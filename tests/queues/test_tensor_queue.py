@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -54,6 +55,7 @@ from weightsync.queues.tensor_packets import (
     encode,
 )
 from weightsync.queues.tensor_queue import (
+    DEFAULT_TIMEOUT_S,
     PACKET_TENSOR_NBYTES,
     TensorIpcData,
     TensorIpcReceiver,
@@ -122,6 +124,11 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*flat)
+
+
+def let_the_grace_pass(receiver: TensorIpcReceiver) -> None:
+    """Drop what comes late and has not been taken, as the receiver's thread does in time."""
+    receiver._arrivals.drop_late(time.monotonic() + 2 * DEFAULT_TIMEOUT_S)
 
 
 def later(handle: TensorIpcHandle, by: int) -> TensorIpcHandle:
@@ -341,7 +348,7 @@ class TestCleanup:
                 receiver.recv_tensor(late[1])
 
     def test_another_attempt_under_the_same_id_works(self, nothing_left: None) -> None:
-        with TensorIpcReceiver(grace_s=0.5) as receiver, TensorIpcSender(receiver.handle) as sender:
+        with TensorIpcReceiver() as receiver, TensorIpcSender(receiver.handle) as sender:
             for attempt in range(3):
                 aborted = sender.send_tensor(pattern(attempt, BLOCK), "r")
                 assert comes_true(lambda: receiver.pending == 1)
@@ -352,36 +359,41 @@ class TestCleanup:
                 again = [sender.send_tensor(pattern(n, BLOCK), "r") for n in range(2)]
                 for n, handle in enumerate(again):
                     assert same(receiver.recv_tensor(handle), pattern(n, BLOCK))
-                assert comes_true(lambda: receiver.pending == 0)
+                assert receiver.pending == 1
+                let_the_grace_pass(receiver)
+                assert receiver.pending == 0
             assert comes_true(lambda: sender.pool.blocks_in_use == 0)
 
     def test_another_attempt_is_not_hurried(self, nothing_left: None) -> None:
-        with TensorIpcReceiver(grace_s=0.1) as receiver, TensorIpcSender(receiver.handle) as sender:
+        with TensorIpcReceiver() as receiver, TensorIpcSender(receiver.handle) as sender:
             receiver.cleanup_request_tensors("r")
             first = sender.send_tensor(pattern(1, BLOCK), "r")
             assert same(receiver.recv_tensor(first), pattern(1, BLOCK))
             second = sender.send_tensor(pattern(2, BLOCK), "r")
-            time.sleep(0.4)  # more than the grace of a late one: this one is none
+            assert comes_true(lambda: receiver.pending == 1)
+            let_the_grace_pass(receiver)  # of a late one: this one is none
             assert same(receiver.recv_tensor(second), pattern(2, BLOCK))
 
     def test_whoever_waits_for_it_is_told(
-        self, receiver: TensorIpcReceiver, sender: TensorIpcSender
+        self,
+        receiver: TensorIpcReceiver,
+        sender: TensorIpcSender,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         coming = later(sender.send_tensor(torch.ones(1), "aborted"), 1)
-        errors: list[Exception] = []
+        waits, wait = threading.Event(), receiver._arrivals._wait
 
-        def wait() -> None:
-            try:
-                receiver.recv_tensor(coming, WAIT_S)
-            except TransferError as exc:
-                errors.append(exc)
+        def noted(*args: Any) -> None:
+            waits.set()  # with the lock, so that the cleanup comes when it waits
+            wait(*args)
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        time.sleep(SOON_S)
-        receiver.cleanup_request_tensors("aborted")
-        waiting.join(WAIT_S)
-        assert "its request was cleaned up" in str(errors[0])
+        monkeypatch.setattr(receiver._arrivals, "_wait", noted)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(receiver.recv_tensor, coming, WAIT_S)
+            assert waits.wait(WAIT_S)
+            receiver.cleanup_request_tensors("aborted")
+            with pytest.raises(TransferError, match="its request was cleaned up"):
+                waiting.result(WAIT_S)
 
     def test_that_of_another_request_ends_no_waiting_for_another_attempt(
         self, receiver: TensorIpcReceiver, sender: TensorIpcSender
@@ -401,15 +413,17 @@ class TestCleanup:
         self, nothing_left: None
     ) -> None:
         with (
-            TensorIpcReceiver(grace_s=0.1) as receiver,
+            TensorIpcReceiver() as receiver,
             TensorIpcSender(receiver.handle) as sender,
             TensorIpcSender(receiver.handle) as other,
         ):
             receiver.cleanup_request_tensors("r")
             assert same(receiver.recv_tensor(sender.send_tensor(torch.ones(1), "r")), torch.ones(1))
             other.send_tensor(pattern(1, BLOCK), "r")  # of the attempt that was aborted
+            assert comes_true(lambda: receiver.pending == 1)
+            let_the_grace_pass(receiver)
+            assert receiver.pending == 0
             assert comes_true(lambda: other.pool.blocks_in_use == 0)
-            assert comes_true(lambda: receiver.pending == 0)
 
 
 class TestMemory:

@@ -42,6 +42,17 @@ def client_of(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def asynchronous_client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+def until_running(engine: ScriptedEngine) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not engine.running:
+        assert time.monotonic() < deadline, "no job has begun"
+        time.sleep(0.01)
+
+
 def until_idle(engine: ScriptedEngine) -> None:
     deadline = time.monotonic() + WAIT_S
     while engine.running:
@@ -289,13 +300,21 @@ def test_hanging_up_in_a_stream_cancels_its_jobs(prompt: Any) -> None:
 
 def test_hanging_up_before_the_first_token_cancels_the_job() -> None:
     engine = ScriptedEngine(hang_at=0)
-    with client_of(engine) as client:
-        for stream in (False, True):
-            with pytest.raises(openai.APITimeoutError):
-                client.chat.completions.create(
-                    model=MODEL, messages=CHAT, stream=stream, timeout=0.5
+
+    async def hang_up(url: str) -> None:
+        async with asynchronous_client_of(url) as client:
+            for stream in (False, True):
+                asked: asyncio.Task[object] = asyncio.ensure_future(
+                    client.chat.completions.create(model=MODEL, messages=CHAT, stream=stream)
                 )
-        until_idle(engine)
+                await asyncio.to_thread(until_running, engine)
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+                await asyncio.to_thread(until_idle, engine)
+
+    with serving(app_of(engine)) as url:
+        asyncio.run(hang_up(url))
     assert len(engine.closed) == 2
 
 
@@ -309,9 +328,7 @@ def test_many_streams_of_the_asynchronous_client() -> None:
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def run(url: str) -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
-        ) as client:
+        async with asynchronous_client_of(url) as client:
             whole = await client.chat.completions.create(model=MODEL, messages=CHAT)
             assert whole.choices[0].message.content == "user: hi\nassistant:"
             return await asyncio.gather(*(read(client, number) for number in range(50)))

@@ -20,6 +20,15 @@ from weightsync.server.listening import listen, url_of
 TOKEN = "the-token"
 
 
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this test alone: bound and not listening, so that a server may bind it as well."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
 def make_app(
     receiver: Receiver,
     token: str | None = TOKEN,

@@ -101,6 +101,7 @@ with Segment.open(args[0], nbytes=100, writable=True, directory=directory) as se
                 assert ctypes.string_at(reader.address + 5, 3) == b"abc"
 
     def test_live_segments_lists_created_and_opened(self, shm: Path) -> None:
+        gc.collect()  # what an earlier test left ends here, and not in between
         before = live_segments()
         with Segment.create(64, directory=shm) as segment:
             reader = Segment.open(segment.name, nbytes=64, directory=shm)

@@ -15,7 +15,7 @@ import torch
 
 import weightsync as ws
 from tests.integrations.test_vllm_http import VERSION, Http
-from tests.server.live import serving
+from tests.server.live import held_port, serving
 from weightsync.errors import BackendUnavailableError, ConnectError
 from weightsync.integrations.servers import ServerTransports
 from weightsync.transports.http import HttpTransport
@@ -78,15 +78,14 @@ def test_a_server_that_still_loads_is_waited_for_with_one_line(
     receiver = ws.WeightReceiver(torch.nn.Linear(6, 5))
     app = fastapi.FastAPI()
     app.include_router(ws.server.weight_router(receiver, token=None))
-    with serving(app) as url:
-        port = int(url.rpartition(":")[2])
+    opened = ExitStack()
+    port = opened.enter_context(held_port())
+    url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
-    opened: list[ExitStack] = []
 
     def load() -> None:
         time.sleep(1.0)
-        opened.append(ExitStack())
-        opened[0].enter_context(serving(app, port=port))
+        opened.enter_context(serving(app, port=port))
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -99,7 +98,7 @@ def test_a_server_that_still_loads_is_waited_for_with_one_line(
             assert sender.send_weights().version == 1
     finally:
         thread.join()
-        opened[0].close()
+        opened.close()
         receiver.close()
     waited = [r.message for r in caplog.records if "waiting up to 60 s for a server" in r.message]
     assert len(waited) == 1

@@ -278,13 +278,14 @@ class TestBadPeers:
     def test_a_receiver_that_calls_no_more(
         self, made: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(polled, "SILENCE_S", 0.3)
         source = made(make("plain", 1), make("plain"))
-        source.receiver.dispatch(FetchRequest(fetch_id="f", timeout_s=2))
-        deadline = time.monotonic() + TIMEOUT_S
-        while any(t.name == "weightsync-fetch-server" for t in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(polled, "SILENCE_S", 0.3)
+            source.receiver.dispatch(FetchRequest(fetch_id="f", timeout_s=2))
+            deadline = time.monotonic() + TIMEOUT_S
+            while any(t.name == "weightsync-fetch-server" for t in threading.enumerate()):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
         source.renew()
         held = make("plain", 2)
         ws.fetch(held, source.receiver)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.tensors import as_bytes
-from weightsync.update.lifecycle import ApplyChoice
+from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights.module_sink import ModuleSink
 from weightsync.weights.sink import LoadTarget
 
-LEASE_S = 0.2
+LEASE_S = 3.0
+"""Longer than what has to happen within it takes on a busy machine; see let_a_lease_pass."""
 PATIENT_S = 30.0
 
 
@@ -48,6 +49,28 @@ def send_all(receiver: ws.WeightReceiver) -> None:
         tell(receiver, "update_weights", update_info=info)
 
 
+def let_a_lease_pass(receiver: ws.WeightReceiver) -> None:
+    """Put the last message and the last sign of life a lease back: the timer finds them too old."""
+    session = receiver._session
+    with session.lock:
+        session._last_message_at -= session._lease_s
+        session._last_sign_at -= session._lease_s
+
+
+def take_several_leases(receiver: ws.WeightReceiver) -> None:
+    """Called in a step, which then takes so long; the timer looks in the midst of it."""
+    for _ in range(6):
+        let_a_lease_pass(receiver)
+    receiver._session._check_progress()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def state_after_a_while(receiver: ws.WeightReceiver) -> str:
     """Where an update that has begun ends; the state it is in when it does not."""
     deadline = time.monotonic() + PATIENT_S
@@ -55,7 +78,7 @@ def state_after_a_while(receiver: ws.WeightReceiver) -> str:
         state = receiver.status().state
         if state in ("READY", "TORN"):
             break
-        time.sleep(LEASE_S / 10)
+        time.sleep(0.02)
     return receiver.status().state
 
 
@@ -85,15 +108,18 @@ def test_a_prepared_session_that_nobody_finishes_ends(
         for _ in range(times):
             tell(receiver, "prepare_weight_update")
         assert receiver.status().state == "PREPARED"
+        let_a_lease_pass(receiver)
         assert state_after_a_while(receiver) == left
     finally:
         receiver.close()
 
 
-@pytest.mark.parametrize("leases", [0.5, 3.0], ids=["at-the-expiry", "for-several-leases"])
-def test_one_that_expires_while_another_sender_connects_ends(leases: float) -> None:
+@pytest.mark.parametrize("beyond_a_lease", [False, True], ids=["at-the-expiry", "for-a-lease"])
+def test_one_that_expires_while_another_sender_connects_ends(beyond_a_lease: bool) -> None:
+    """Its abort waits for the end of the connect; after a lease it gives up, and is tried again."""
     sink = Slow(nn.Linear(4, 4))
     receiver = ws.WeightReceiver(sink, lease_s=LEASE_S)
+    session = receiver._session
     connected: list[ws.WeightSender] = []
 
     def connect() -> None:
@@ -102,10 +128,12 @@ def test_one_that_expires_while_another_sender_connects_ends(leases: float) -> N
     connecting = threading.Thread(target=connect)
     try:
         tell(receiver, "start_weight_update")
-        time.sleep(LEASE_S * 0.75)
         connecting.start()
         assert sink.asked.wait(PATIENT_S)
-        time.sleep(LEASE_S * leases)
+        let_a_lease_pass(receiver)
+        until(lambda: session.lifecycle.state is State.ABORTING)
+        if beyond_a_lease:
+            until(lambda: session._timer.runs)  # it does not while the abort waits
         sink.go_on.set()
         connecting.join(PATIENT_S)
         assert connected
@@ -136,6 +164,7 @@ def test_one_that_expires_while_many_look_on_ends() -> None:
             for thread in looking:
                 thread.start()
             tell(receiver, "start_weight_update")
+            let_a_lease_pass(receiver)
             assert state_after_a_while(receiver) == "READY"
             over.set()
             assert sender.send_weights().version == 2
@@ -150,7 +179,7 @@ def test_a_load_that_takes_longer_than_the_lease_is_no_silence() -> None:
     taken: list[str] = []
 
     def hook(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        time.sleep(3 * LEASE_S)
+        take_several_leases(receiver)
         names = [name for name, _ in pairs]
         taken.extend(names)
         return names
@@ -168,25 +197,37 @@ def test_a_load_that_takes_longer_than_the_lease_is_no_silence() -> None:
 class SlowAfterwards(ModuleSink):
     """Takes several leases to check what came, and to put it to use."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.receiver: ws.WeightReceiver | None = None
+        self.took_long: set[str] = set()
+
     def difference(self, offered: Manifest) -> ManifestDifference:
-        time.sleep(3 * LEASE_S)
+        self._take_long("difference")
         return super().difference(offered)
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
-        time.sleep(3 * LEASE_S)
+        self._take_long("commit_all")
         super().commit_all(load_targets)
+
+    def _take_long(self, what: str) -> None:
+        if self.receiver is not None:
+            take_several_leases(self.receiver)
+            self.took_long.add(what)
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_neither_is_a_prepare_or_a_swap_that_takes_longer(apply: ApplyChoice) -> None:
     """Of a session, which has no sender whose heartbeat would count."""
-    receiver = ws.WeightReceiver(SlowAfterwards(nn.Linear(4, 4)), apply=apply, lease_s=LEASE_S)
+    sink = SlowAfterwards(nn.Linear(4, 4))
+    receiver = sink.receiver = ws.WeightReceiver(sink, apply=apply, lease_s=LEASE_S)
     try:
         tell(receiver, "start_weight_update")
         send_all(receiver)
         tell(receiver, "finish_weight_update")
         assert (receiver.version, receiver.status().state) == (1, "READY")
         assert receiver.updates_total == {"committed": 1}
+        assert sink.took_long == {"difference", "commit_all"}
     finally:
         receiver.close()
 
@@ -199,6 +240,7 @@ def test_a_step_that_does_not_fit_is_no_end_of_waiting() -> None:
             with pytest.raises(ws.UpdateConflictError):
                 tell(receiver, f"{step}_weight_update", update_id=update_id)
         assert receiver.status().state == "UPDATING"
+        let_a_lease_pass(receiver)
         assert state_after_a_while(receiver) == "READY"
     finally:
         receiver.close()

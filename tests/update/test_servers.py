@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from torch import nn
 
 import weightsync as ws
-from tests.server.live import TOKEN, serving
+from tests.server.live import TOKEN, held_port, serving
 from tests.update.uniform import fill, make
 from weightsync.server import Workers, worker_path, workers_router
 from weightsync.update import outgoing
@@ -94,7 +94,9 @@ def serve(shm_clean: None) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(count: int, **options: Any) -> Served:
-            served = Served(count, **options)
+            # Held until the test ends: a server that starts again has the port of the first one.
+            port = options.pop("port", None) or stack.enter_context(held_port())
+            served = Served(count, port=port, **options)
             stack.callback(served.close)
             return served
 
