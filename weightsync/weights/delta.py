@@ -10,9 +10,10 @@ of the new ones as read back, has to change the base's fingerprint into the send
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ _END = struct.Struct("<QQQQQQQ")
 _END_MAGIC = 0x7773_656E_6421_0001
 _SLACK = 1.15
 """Room for more lines than the estimate, which has looked at one in 512."""
+_NAME = operator.attrgetter("name")
 _CODED_MAGIC = 0x7773_6C69_6E65_0002
 _CODED_NBYTES = (2 << 20) + LINE
 """Bytes of a packet of coded values: in a bucket of 4 MiB it is alone, and goes as soon as it is
@@ -168,9 +170,7 @@ class ChangeLog:
         self._table = self._kept = self._scan = None
         self._versions.clear()
 
-    def record(
-        self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
-    ) -> None:
+    def record(self, weights_id: str, tensors: Iterable[NamedTensor]) -> None:
         """Scan the source without packing anything; these are the weights of `weights_id`."""
         with self._new_version(weights_id) as (table, marks):
             self._note(table, marks, tensors)
@@ -178,16 +178,14 @@ class ChangeLog:
     def scan(
         self,
         weights_id: str,
-        tensors: Iterator[NamedTensor] | Sequence[NamedTensor],
+        tensors: Iterable[NamedTensor],
         also: Marks | None,
     ) -> Generator[None, LineBuffer, None]:
         """Scan the source into buffers, as `LineTable.scan` does, and add a version."""
         with self._new_version(weights_id) as (table, marks):
             yield from table.scan(tensors, marks, also=also, packs=True)
 
-    def changes(
-        self, weights_id: str, tensors: Iterator[NamedTensor] | Sequence[NamedTensor]
-    ) -> Iterator[Section]:
+    def changes(self, weights_id: str, tensors: Iterable[NamedTensor]) -> Iterator[Section]:
         """Scan the source, and yield the values that differ from the copy, which then has them."""
         with self._new_version(weights_id) as (table, marks):
             for buffer in _buffers(table.scan(tensors, marks, packs=True)):
@@ -198,7 +196,7 @@ class ChangeLog:
         self,
         table: LineTable,
         marks: Marks,
-        tensors: Iterator[NamedTensor] | Sequence[NamedTensor],
+        tensors: Iterable[NamedTensor],
         start: int = 0,
     ) -> None:
         """Scan tensors for their sums, and for the copy where one is kept."""
@@ -463,12 +461,24 @@ class DeltaSource:
         )
 
 
-def pairs_of(source: WeightSource) -> Iterator[NamedTensor] | list[NamedTensor]:
-    """Return the tensors of a source: all at once where their memory stays."""
+def pairs_of(source: WeightSource) -> Iterable[NamedTensor]:
+    """Return the tensors of a source: all at once, with a length, where their memory stays."""
     stable = source.stable_tensors()
-    if stable is None:
-        return source.tensors()
-    return [(spec.name, t) for spec, t in zip(source.manifest.specs, stable, strict=True)]
+    return source.tensors() if stable is None else _StablePairs(source.manifest.specs, stable)
+
+
+@dataclass(frozen=True, slots=True)
+class _StablePairs:
+    """Names and tensors, in pairs that are made one by one: there may be tens of thousands."""
+
+    specs: Sequence[TensorSpec]
+    tensors: Sequence[torch.Tensor]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return zip(map(_NAME, self.specs), self.tensors, strict=True)
 
 
 class _CodedPackets:

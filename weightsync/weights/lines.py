@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import operator
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -299,8 +299,7 @@ class LineSample:
     """The sums of some lines of a source, to estimate cheaply how many change from call to call.
 
     It looks at 4096 groups of eight lines, at one in 512 where these are more, at all of a small
-    stream. Only contiguous tensors: those
-    that are sent, or those of which casts are sent.
+    stream. Only contiguous tensors: those that are sent, or those of which casts are sent.
     """
 
     def __init__(self, layout: StreamLayout) -> None:
@@ -408,7 +407,7 @@ class LineTable:
         extra = _NOTHING if also is None else also
         compiled = kernels()
         into = (yield) if packs else None
-        whole = isinstance(tensors, Sequence) and len(tensors) == len(self._layout.manifest.specs)
+        whole = isinstance(tensors, Sized) and len(tensors) == len(self._layout.manifest.specs)
         if compiled is not None and whole:
             spans = self._known.find([tensor for _, tensor in tensors])
             if spans is not None:
