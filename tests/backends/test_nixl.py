@@ -104,6 +104,21 @@ def test_pieces_that_overlap_are_refused(pair: Pair) -> None:
     assert not pair.into.any()
 
 
+def test_nothing_is_read_from_a_host_that_is_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX aborts a process that reads from another one to which it cannot connect any more."""
+    pair.window.begin(1, 1, [0])
+    pair.window.offer(0, pair.sent[1].numpy().data, [])
+    frame = pair.head()
+    asked: list[str] = []
+    monkeypatch.setattr(pair.reading._agent, "transfer", asked.append)
+    monkeypatch.setattr(type(pair.connection), "is_open", False)
+    with pytest.raises(TransferError, match="the other host is gone"):
+        pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data, nothing)
+    assert not asked
+
+
 def test_neighbours_are_one_region() -> None:
     memory = torch.zeros(1000, dtype=torch.uint8)
     tensors = [memory[500:600], memory[:100], memory[0:0], memory[100:200], memory[150:300]]

@@ -172,6 +172,8 @@ class NixlCarrier:
         here = [(start + position, nbytes, 0) for position, _, nbytes in pieces.places]
         device = pieces.device or 0
         there = [(address, nbytes, device) for _, address, nbytes in pieces.places]
+        if not connection.is_open:  # UCX aborts this process where it cannot connect to a dead one
+            raise TransferError("the other host is gone")
         with self._lock, _errors("starting to read"):
             local = agent.get_xfer_descs(here, mem_type=_kind(on_gpu=False))
             remote = agent.get_xfer_descs(there, mem_type=_kind(on_gpu=pieces.device is not None))
