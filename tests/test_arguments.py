@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -196,9 +197,68 @@ def test_names_of_the_receiver_with_a_prefix() -> None:
     receiver = ws.WeightReceiver(nn.Sequential(make()))
     with pytest.raises(ws.ManifestMismatchError, match=r"Its names begin with '0\.'") as caught:
         ws.connect(make(), to=receiver)
-    assert str(caught.value).endswith("rename=lambda name: '0.' + name")
+    assert "rename=lambda name: '0.' + name. 2 missing: 0.weight, 0.bias; " in str(caught.value)
     with ws.connect(make(), to=receiver, rename=lambda name: "0." + name) as sender:
         sender.send_weights()
+
+
+def test_a_prefix_of_most_names_is_named_before_the_names() -> None:
+    source = {f"policy.{name}": tensor for name, tensor in make().state_dict().items()}
+    with pytest.raises(ws.ManifestMismatchError) as caught:
+        connected(source={**source, "value.weight": torch.ones(3)})
+    assert str(caught.value) == (
+        "WeightReceiver.handle: the tensors offered do not fit the receiver. Your names begin with "
+        "'policy.' (1 name differs otherwise): rename=lambda name: name.removeprefix('policy.'). "
+        "2 missing: weight, bias; 3 unexpected: policy.weight, policy.bias, value.weight"
+    )
+
+
+def test_names_of_a_peft_model_lead_to_the_source_that_merges() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["0"])
+    model = peft.get_peft_model(nn.Sequential(make()), config)
+    with pytest.raises(ws.ManifestMismatchError, match=r"MergedSource\(model\) in place"):
+        ws.connect(model, to=ws.WeightReceiver(nn.Sequential(make())))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"rename": lambda _: None},
+            "rename makes None of 'weight'; it returns the name to send, or the same one",
+        ),
+        ({"token": b""}, "token is a text (str) or None, not bytes"),
+        ({"token": b"secret"}, "token is a text (str) or None, not bytes"),
+        (
+            {"source": {"model": {"w": torch.ones(2)}}},
+            "'model' of the source is no tensor but a dict; give the value of 'model' itself as "
+            "the source",
+        ),
+        (
+            {"source": lambda: [("w", torch.ones(2).numpy())]},
+            "'w' of the source is no tensor but a numpy.ndarray; convert it with torch.as_tensor",
+        ),
+        (
+            {"backend": "cuda_ipc"},
+            "there is no backend 'cuda_ipc'; it is a path of backend='ipc', which chooses it",
+        ),
+        (
+            {"backend": "nccl"},
+            "there is no backend 'nccl'; NCCL needs one group of all processes, which a process "
+            "that dies or joins breaks, and it refuses a trainer and a server on one GPU: use "
+            "'auto', or 'nixl' for RDMA between hosts",
+        ),
+    ],
+)
+def test_what_users_try_first_is_explained(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ws.ConfigError) as caught:
+        connected(**arguments)
+    assert str(caught.value) == words
+
+
+def test_a_sender_is_made_by_connect() -> None:
+    with pytest.raises(ws.ConfigError, match=r"made by weightsync\.connect\(source, to=\.\.\.\)"):
+        ws.WeightSender(make(), "http://127.0.0.1:9")  # type: ignore[arg-type]  # what users try
 
 
 def test_both_sides_say_where_they_stand() -> None:

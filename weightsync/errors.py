@@ -42,6 +42,7 @@ ProcessLostError: read the process's log and start the server again.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 SHOWN_NAMES = 10
@@ -83,21 +84,48 @@ def _projection(names: Iterable[str]) -> str:
 
 
 def _rename_advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return the `rename` that makes the names equal, where they differ by one prefix."""
-    for longer, shorter, change in (
-        (unexpected, missing, "name.removeprefix({!r})"),
-        (missing, unexpected, "{!r} + name"),
-    ):
-        wanted = set(shorter)
-        for name in longer if len(longer) == len(wanted) else ():
-            prefix = name.removesuffix(shorter[0])
-            if prefix != name and {one.removeprefix(prefix) for one in longer} == wanted:
-                owner = "Your" if longer is unexpected else "Its"
-                return (
-                    f"{owner} names begin with {prefix!r}: "
-                    f"rename=lambda name: {change.format(prefix)}"
-                )
-    return ""
+    """Return the `rename` that makes at least half of the names equal, by one prefix; else ""."""
+    prefix = _common_prefix(unexpected, missing)
+    owner, change = "Your", f"name.removeprefix({prefix!r})"
+    if not prefix:
+        prefix = _common_prefix(missing, unexpected)
+        owner, change = "Its", f"{prefix!r} + name"
+    if not prefix:
+        return ""
+    longer, shorter = (unexpected, missing) if owner == "Your" else (missing, unexpected)
+    equal = len({f"{prefix}{name}" for name in shorter}.intersection(longer))
+    left = len(missing) + len(unexpected) - 2 * equal
+    rest = f" ({left} {'name differs' if left == 1 else 'names differ'} otherwise)" if left else ""
+    return f"{owner} names begin with {prefix!r}{rest}: rename=lambda name: {change}"
+
+
+def _common_prefix(longer: Sequence[str], shorter: Sequence[str]) -> str:
+    """Return what most names of `longer` have before a name of `shorter`; "" for less than half."""
+    wanted = set(shorter)
+    counts = Counter(
+        name[:dot]
+        for name in longer
+        for dot in (found.end() for found in re.finditer(r"\.", name))
+        if name[dot:] in wanted
+    )
+    prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    return prefix if 2 * count >= max(len(longer), len(wanted)) else ""
+
+
+_PEFT_NAME = re.compile(r"\.(base_layer|lora_(A|B|embedding_A|embedding_B|magnitude_vector))\.")
+
+
+def _adapter_advice(unexpected: Iterable[str]) -> str:
+    """Return advice on the source that merges the adapters of a PEFT model; "" if there are none.
+
+    The names are those that PEFT gives to the base layers and the matrices of an adapter.
+    """
+    if not any(map(_PEFT_NAME.search, unexpected)):
+        return ""
+    return (
+        "Your names are those of a PEFT model, whose adapters are not merged: give connect() "
+        "weightsync.integrations.huggingface.MergedSource(model) in place of the model."
+    )
 
 
 _MISMATCH = re.compile(r".*: offered (\w+)(\[.*\]), wanted (\w+)(\[.*\])", re.DOTALL)
@@ -163,13 +191,17 @@ class ManifestMismatchError(ProtocolError):
             ("mismatched", self.mismatched),
         )
         found = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in groups if names]
-        remedy = (
+        advice = (
             convert_experts(self.missing, self.unexpected)
+            or _adapter_advice(self.unexpected)
             or _rename_advice(self.missing, self.unexpected)
             or _cast_advice(self.missing, self.unexpected, self.mismatched)
             or "Map names with rename=, cast with dtype=, or send a subset with partial=True."
         )
-        return f"the tensors offered do not fit the receiver; {'; '.join(found)}. {remedy}"
+        # The advice stands before the names, which may take a thousand characters.
+        return (
+            f"the tensors offered do not fit the receiver. {advice.rstrip('.')}. {'; '.join(found)}"
+        )
 
 
 class StaleVersionError(ProtocolError):

@@ -227,10 +227,12 @@ class WeightSender:
         self,
         group: RankGroup,
         coordinator: Coordinator | None,
-        make_transport: Callable[[Target], Transport],
+        make_transport: Callable[[Target], Transport] | None = None,
         *,
-        verify: bool,
+        verify: bool = True,
     ) -> None:
+        if make_transport is None:  # the arguments are those of connect()
+            raise ConfigError("a WeightSender is made by weightsync.connect(source, to=...)")
         self.verify = verify
         self._group = group
         self._coordinator = coordinator

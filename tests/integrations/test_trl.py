@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import peft
 import pytest
@@ -17,7 +18,7 @@ import weightsync as ws
 from tests.integrations.tiny_trl import COMMON, GROUPS, LORA, lower, prompts, sft_trainer, trl
 from tests.segments import opened_since
 from weightsync.integrations import trl as callback
-from weightsync.integrations.trl import WeightSyncCallback
+from weightsync.integrations.trl import ConnectSettings, WeightSyncCallback
 from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import live_segments
 
@@ -200,6 +201,13 @@ def test_a_server_that_is_down_ends_the_training_before_its_first_step(tmp_path:
     with pytest.raises(ws.ConnectError, match="is the server running"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_the_settings_are_those_of_connect() -> None:
+    parameters = inspect.signature(ws.connect).parameters.values()
+    settings = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    hints = get_type_hints(ws.connect)
+    assert get_type_hints(ConnectSettings) == {name: hints[name] for name in settings}
 
 
 @pytest.mark.parametrize(

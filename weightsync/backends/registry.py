@@ -28,6 +28,17 @@ _NAME = r"[A-Za-z_][\w.-]{0,63}"
 """As in messages: weightsync.wire.offers.BackendName."""
 _NAME_RULE = "a name begins with a letter or _, and has letters, digits, and _.-"
 
+_HINTS = {
+    **dict.fromkeys(
+        ("cuda_ipc", "shared_memory"), "it is a path of backend='ipc', which chooses it"
+    ),
+    "nccl": (
+        "NCCL needs one group of all processes, which a process that dies or joins breaks, and it "
+        "refuses a trainer and a server on one GPU: use 'auto', or 'nixl' for RDMA between hosts"
+    ),
+}
+"""What to do, by names that users know from reports and from other systems."""
+
 BackendChoice = str | Backend | Sequence[str | Backend]
 
 _lock = threading.Lock()
@@ -67,7 +78,8 @@ def get_backend(name: str) -> Backend:
     entry = _entry_points().get(name)
     if entry is None:
         names = ", ".join(["auto", *backend_names()])
-        raise ConfigError(f"there is no backend {name!r}; known: {names}")
+        hint = _HINTS.get(name, f"known: {names}")
+        raise ConfigError(f"there is no backend {name!r}; {hint}")
     try:
         made = _checked(entry.load(), f"the entry point {entry.value}")
     except ConfigError:

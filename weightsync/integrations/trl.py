@@ -20,6 +20,7 @@ from torch import nn
 
 from weightsync import sender as sending
 from weightsync.arguments import Dtype
+from weightsync.backends.registry import BackendChoice
 from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.integrations.trl_rollouts import ServedRollouts
 from weightsync.observe import Shown
@@ -27,6 +28,7 @@ from weightsync.report import SyncReport
 from weightsync.sender import WeightSender
 from weightsync.transports.factory import Targets
 from weightsync.update.coordinator import OnFailure
+from weightsync.update.deltas import DeltaChoice
 from weightsync.weights.finite import CheckFinite
 from weightsync.weights.module_sink import Rename
 
@@ -55,7 +57,7 @@ class ConnectSettings(TypedDict, total=False):
 
     dtype: Dtype | None
     rename: Rename | None
-    backend: str
+    backend: BackendChoice
     packed: bool | None
     bucket_nbytes: int | str | None
     num_buckets: int | None
@@ -69,6 +71,10 @@ class ConnectSettings(TypedDict, total=False):
     adopt: bool
     on_failure: OnFailure
     progress: Shown
+    takeover: bool
+    yields: bool
+    delta: DeltaChoice
+    scrub: float
 
 
 class WeightSyncCallback(TrainerCallback):

@@ -13,6 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
+from weightsync.transports.tokens import check_token_type
 
 _SERVERS = "weightsync.integrations.servers"
 """Detects the kind of server behind a URL. Part of a higher layer, which imports all
@@ -48,6 +49,7 @@ class TransportFactory:
         verify_tls: bool | str = True,
         timeout_s: float = 30.0,
     ) -> None:
+        check_token_type(token)
         self._token = token
         self._timeout_s = timeout_s
         self._verify_tls = verify_tls

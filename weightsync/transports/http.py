@@ -31,7 +31,12 @@ from weightsync.errors import (
     TransportTimeout,
 )
 from weightsync.transports.base import BaseTransport
-from weightsync.transports.tokens import TOKEN_VARIABLE, check_token_text, token_from_environment
+from weightsync.transports.tokens import (
+    TOKEN_VARIABLE,
+    check_token_text,
+    check_token_type,
+    token_from_environment,
+)
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import CALL_OF, Reply, Request, StatusRequest
 
@@ -477,6 +482,7 @@ def _names_host(host: str) -> bool:
 
 def _headers(token: str | None) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    check_token_type(token)
     if token:
         headers["Authorization"] = f"Bearer {check_token_text(token)}"
     return headers

@@ -16,7 +16,8 @@ _TOO_OPEN = stat.S_IWGRP | stat.S_IRWXO
 
 
 def check_token_text(token: str) -> str:
-    """Return `token`. Raises ConfigError where it is empty or a header cannot carry it."""
+    """Return `token`. Raises ConfigError where it is empty, no text, or no header can carry it."""
+    check_token_type(token)
     sendable = token.isascii() and token.isprintable() and " " not in token
     if not sendable or not 0 < len(token) <= MAX_TOKEN_LENGTH:
         raise ConfigError(
@@ -24,6 +25,12 @@ def check_token_text(token: str) -> str:
             "leave it out to have one made"
         )
     return token
+
+
+def check_token_type(token: object) -> None:
+    """Raise ConfigError unless `token` is a text or None."""
+    if token is not None and not isinstance(token, str):
+        raise ConfigError(f"token is a text (str) or None, not {type(token).__name__}")
 
 
 def token_from_environment() -> str | None:

@@ -7,6 +7,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -69,14 +70,25 @@ def rename_with(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return lambda name: name
     if callable(rename):
-        return rename
+        return partial(_renamed, rename)
     if not isinstance(rename, Mapping):
         raise ConfigError(
             f"rename is a mapping of names or a callable, not {rename!r}; to remove a prefix: "
             f"lambda name: name.removeprefix({rename!r})"
         )
     table = dict(rename)
-    return lambda name: table.get(name, name)
+    return partial(_renamed, lambda name: table.get(name, name))
+
+
+def _renamed(rename: Callable[[str], object], name: str) -> str:
+    """Return the name that `rename` gives to `name`. Raises ConfigError if it is no text."""
+    renamed = rename(name)
+    if not isinstance(renamed, str):
+        raise ConfigError(
+            f"rename makes {renamed!r:.60} of {name!r}; it returns the name to send, or the "
+            "same one"
+        )
+    return renamed
 
 
 class ModuleTensors:

@@ -564,17 +564,14 @@ def checked_pairs(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]
             f"tensors are a module, a state dict or (name, tensor) pairs, not {pairs!r:.60}"
         )
     for pair in pairs:
-        if not (
-            isinstance(pair, tuple | list)
-            and len(pair) == 2
-            and isinstance(pair[0], str)
-            and isinstance(pair[1], torch.Tensor)
-        ):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ConfigError(
                 f"a source yields (name, tensor) pairs, and this one yields a "
                 f"{type(pair).__name__}: {pair!r:.60}"
             )
         name, tensor = pair
+        if not isinstance(tensor, torch.Tensor):
+            raise _no_tensor(name, tensor)
         if tensor.layout is not torch.strided:
             raise ConfigError(
                 f"{name} is {str(tensor.layout).removeprefix('torch.')}; send a dense tensor, as "
@@ -583,6 +580,17 @@ def checked_pairs(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device and has no bytes to send")
         yield name, tensor
+
+
+def _no_tensor(name: str, value: object) -> ConfigError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, Mapping | nn.Module):
+        advice = f"; give the value of {name!r} itself as the source"
+    elif hasattr(value, "__array__"):
+        advice = "; convert it with torch.as_tensor"
+    else:
+        advice = ""
+    return ConfigError(f"{name!r} of the source is no tensor but a {kind}{advice}")
 
 
 class Snapshot:
