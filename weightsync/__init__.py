@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.weights.safetensors_source import SafetensorsSource
     from weightsync.weights.sink import HookSink, WeightSink
     from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
+    from weightsync.weights.wrapping import WrappingSource
 
 __version__ = "0.1.0"
 
@@ -122,6 +123,7 @@ __all__ = [
     "WeightSource",
     "WeightSyncError",
     "WeightTransferEngine",
+    "WrappingSource",
     "__version__",
     "close",
     "connect",
@@ -148,6 +150,7 @@ _MODULES = {
     "weights.safetensors_source": ("SafetensorsSource",),
     "weights.sink": ("HookSink", "WeightSink"),
     "weights.source": ("ModuleSource", "StateDictSource", "WeightSource"),
+    "weights.wrapping": ("WrappingSource",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("ray", "server", "testing")

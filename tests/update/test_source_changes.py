@@ -242,6 +242,117 @@ class Noticed(dict[str, torch.Tensor]):
             yield pair
 
 
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+EXPERTS = [f"layers.{i}.{name}" for i in range(4) for name in (GATE_UP, DOWN)]
+
+
+class Experts(nn.Module):
+    """Layers with fused experts, 24 KiB each."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            layer, layer.mlp = (nn.Module() for _ in range(2))
+            layer.mlp.experts = nn.Module()
+            layer.mlp.experts.gate_up_proj = nn.Parameter(torch.empty(4, 64, 16))
+            layer.mlp.experts.down_proj = nn.Parameter(torch.empty(4, 16, 32))
+            self.layers.append(layer)
+        fill(self, value)
+
+
+class Doubled(ws.WrappingSource):
+    """A user's own wrapper, which makes new tensors of another dtype."""
+
+    @property
+    def manifest(self) -> ws.Manifest:
+        specs = self.source.manifest.specs
+        return ws.Manifest(tuple(ws.TensorSpec(s.name, "float64", s.shape) for s in specs))
+
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            yield name, tensor.detach().double() * 2
+
+
+WRAPPERS: dict[str, Callable[[object], ws.WrappingSource]] = {
+    "per expert": ws.PerExpertSource,
+    "per expert, cast": lambda given: ws.PerExpertSource(given, dtype=torch.bfloat16),
+    "there and back": lambda given: ws.FusedExpertsSource(ws.PerExpertSource(given)),
+    "a user's own": Doubled,
+    "a user's own around another": lambda given: Doubled(ws.PerExpertSource(given)),
+}
+
+
+def held_by(model: nn.Module) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    return lambda: iter(model.named_parameters())
+
+
+class TestWrappers:
+    """What a source tells of its tensors counts, whatever is put around it."""
+
+    @pytest.mark.parametrize("change", [in_place, swapped, fused, foreach])
+    @pytest.mark.parametrize("wrap", WRAPPERS)
+    def test_of_a_module(self, wrap: str, change: Change) -> None:
+        model = Experts(1)
+        self.check(model, WRAPPERS[wrap](model), change)
+
+    @pytest.mark.parametrize("wrap", WRAPPERS)
+    @pytest.mark.parametrize("given", [nn.Module.state_dict, held_by], ids=["mapping", "callable"])
+    def test_of_tensors_that_are_yielded(self, wrap: str, given: Any) -> None:
+        model = Experts(1)
+        self.check(model, WRAPPERS[wrap](given(model)), in_place)
+
+    @pytest.mark.parametrize("wrap", ["per expert", "there and back"])
+    def test_of_shards(self, wrap: str) -> None:
+        with sharded(Experts(1)) as model:
+            self.check(model, WRAPPERS[wrap](model), foreach)
+
+    def test_a_wrapper_that_stops_early_is_checked_to_the_end(self) -> None:
+        class First(Doubled):
+            @property
+            def manifest(self) -> ws.Manifest:
+                return ws.Manifest(super().manifest.specs[:3])
+
+            def convert(
+                self, pairs: Iterator[tuple[str, torch.Tensor]]
+            ) -> Iterator[tuple[str, torch.Tensor]]:
+                for _, pair in zip(range(3), super().convert(pairs), strict=False):
+                    yield pair
+
+        model = Experts(1)
+        self.check(model, First(model.state_dict()), in_place)
+
+    def check(self, model: nn.Module, source: ws.WrappingSource, change: Change) -> None:
+        held: dict[str, torch.Tensor] = {}
+
+        def load(pairs: Any) -> None:
+            held.update((name, tensor.clone()) for name, tensor in pairs)
+
+        meddler = Meddler(ws.WeightReceiver(load, apply="staged"))
+        small: dict[str, Any] = {"packed": True, "bucket_nbytes": 1 << 12, "num_buckets": 2}
+        with ws.connect(source, to=meddler, **small) as sender:
+            sender.send_weights()
+            meddler.change = lambda: change(model)
+            with pytest.raises(ws.VerificationError) as caught:
+                sender.send_weights()
+            assert "the source changed while it was sent: " in str(caught.value)
+            assert set(caught.value.names) & set(EXPERTS)
+            assert meddler.receiver.version == 1
+            sender.send_weights()
+        wanted = {name: tensor.clone() for name, tensor in source.tensors()}
+        assert held.keys() == wanted.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+
+    def test_a_wrapper_converts_and_does_not_override_tensors(self) -> None:
+        with pytest.raises(TypeError, match=r"overrides tensors\(\); define convert\(pairs\)"):
+
+            class Other(Doubled):
+                def tensors(self) -> Any:  # type: ignore[misc]  # what is refused
+                    return iter(())
+
+
 class TestWhatFollows:
     def test_a_receiver_in_place_is_torn_and_the_error_says_so(self) -> None:
         model, staged, direct = Layers(1), Layers(0), Layers(0)

@@ -219,6 +219,77 @@ def test_ranks_that_hold_different_tensors_send_all(
     assert ranks.run(updates, split, packed) == [[True] * 3] * 3
 
 
+class Negated(ws.WrappingSource):
+    """Sends the tensors of another source with the opposite sign."""
+
+    @property
+    def manifest(self) -> ws.Manifest:
+        return self.source.manifest
+
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            yield name, -tensor
+
+
+def wrapped(rank: int, wrappers: int) -> list[bool]:
+    """Send twice what the ranks hold by name, in wrappers; return whether it arrived."""
+    described, held = Described(weights(), layers_of(rank, "by name")), Held()
+    source: object = described
+    for _ in range(wrappers):
+        source = Negated(source)
+    receiver = ws.WeightReceiver(held.load)
+    right = []
+    with closing(receiver):
+        to = receiver.handle if rank == 0 else ()
+        with ws.connect(source, to=to) as sender:
+            for step in (1, 2):
+                described.step = float(step)
+                sender.send_weights()
+                found = Held((name, -t if wrappers % 2 else t) for name, t in held.items())
+                right.append(rank > 0 or same(found, described))
+    return right
+
+
+@pytest.mark.parametrize("wrappers", [1, 2])
+def test_ranks_exchange_what_they_hold_of_a_source_that_is_wrapped(
+    ranks: Crew, wrappers: int
+) -> None:
+    assert ranks.run(wrapped, wrappers) == [[True] * 2] * 3
+
+
+def wrapped_shards(rank: int) -> tuple[str, bool]:
+    """Rank 1 yields another tensor in the second update; return its error, and the next update."""
+    mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")  # type: ignore[arg-type]
+    full = {f"layers.{i}.w": torch.arange(6.0).view(3, 2) + i for i in range(4)}
+    model = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full.items()}
+    given = dict(model)
+    held = Held()
+    receiver = ws.WeightReceiver(held.load)
+    with closing(receiver):
+        to = receiver.handle if rank == 0 else ()
+        source = Negated(lambda: iter(given.items()))
+        with ws.connect(source, to=to, timeout_s=10) as sender:
+            sender.send_weights()
+            if rank == 1:
+                given["layers.2.w"] = torch.zeros(1)  # type: ignore[assignment]  # no shard
+            with pytest.raises(ws.ManifestMismatchError) as caught:
+                sender.send_weights()
+            given.update(model)
+            sender.send_weights()
+    right = rank > 0 or all(torch.equal(held[name], -tensor) for name, tensor in full.items())
+    return str(caught.value), right
+
+
+def test_a_rank_that_yields_another_shard_is_an_error_of_all_also_in_a_wrapper(
+    ranks: Crew,
+) -> None:
+    outcomes = ranks.run(wrapped_shards)  # a rank that waited for the others would be stuck
+    assert all("rank 1: " in error and "layers.2.w" in error for error, _ in outcomes), outcomes
+    assert [right for _, right in outcomes] == [True] * 3
+
+
 def sharded_stages(rank: int) -> bool:
     """Rank 0 holds one layer; ranks 1 and 2 hold another one together, in shards."""
     full = weights()

@@ -79,6 +79,10 @@ def partly_cast(state: Tensors) -> Tensors:
     return {n: t if "norm" in n else t.to(torch.bfloat16) for n, t in state.items()}
 
 
+def less_one(state: Tensors) -> Tensors:
+    return {n: t - 1 if n.endswith("norm.weight") else t for n, t in casted(state).items()}
+
+
 def same(state: Tensors) -> Tensors:
     return state
 
@@ -90,6 +94,7 @@ WANTED: dict[str, Callable[[Tensors], Tensors]] = {
     "Several tensors made from one": split,
     "A cast for some of them": partly_cast,
     "A source of your own": same,
+    "A source around another": less_one,
 }
 
 

@@ -34,6 +34,7 @@ from weightsync.weights.source import (
     checked,
     groups_of,
 )
+from weightsync.weights.wrapping import converted, forget_changes, innermost
 
 Pair = tuple[str, torch.Tensor]
 
@@ -48,8 +49,9 @@ class CollectiveSource:
 
     def __init__(self, source: WeightSource, ranks: RankComm) -> None:
         self._source = source
+        self._innermost = innermost(source)
         self._ranks = ranks
-        self._groups = groups_of(source.manifest)
+        self._groups = groups_of(self._innermost.manifest)
         self._cancel_flag = CancelFlag(ranks)
         self._making: Iterator[Pair] = iter(())
         self._rest: Iterator[Pair] = iter(())
@@ -68,7 +70,7 @@ class CollectiveSource:
     def tensors(self) -> Iterator[Pair]:
         """Yield the source's tensors. Called inside `step`, by every rank."""
         self._making = self._make()
-        return self._making
+        return converted(self._source, self._making)
 
     @contextmanager
     def step(self, check: Callable[[], None]) -> Iterator[None]:
@@ -113,9 +115,11 @@ class CollectiveSource:
         self._over = False
 
     def _make(self) -> Iterator[Pair]:
-        shards = self._source if isinstance(self._source, IterableSource) else None
-        made = self._source.tensors() if shards is None else shards.shards()
-        pairs = checked(made, self._source.manifest)
+        """Yield the full tensors of the innermost source, with an agreement before each group."""
+        source = self._innermost
+        shards = source if isinstance(source, IterableSource) else None
+        made = source.tensors() if shards is None else shards.shards()
+        pairs = checked(made, source.manifest)
         for group in self._groups:
             self._agree()
             left = len(group)
@@ -150,7 +154,8 @@ class CollectiveSource:
         return len(taken)
 
     def _is_shared(self, tensor: torch.Tensor) -> bool:
-        return isinstance(self._source, IterableSource) and self._source.is_shared(tensor)
+        source = self._innermost
+        return isinstance(source, IterableSource) and source.is_shared(tensor)
 
     def _check_own(self) -> None:
         try:
@@ -374,8 +379,7 @@ class SourceOfUpdate:
         rank reads the source.
         """
         given = self._given
-        if isinstance(given, IterableSource):
-            given.changed = []
+        forget_changes(given)
         if pairs is not None:
             self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
         elif reads or self.is_made:

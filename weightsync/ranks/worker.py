@@ -68,6 +68,7 @@ from weightsync.weights.finite import CheckFinite
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.shards import gather
 from weightsync.weights.source import DescribedSource, NamedTensors, Snapshot, WeightSource
+from weightsync.weights.wrapping import innermost
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 
@@ -96,8 +97,9 @@ class RankWorker:
     ) -> None:
         self._check_finite: CheckFinite = check_finite
         self._ranks = ranks
-        if isinstance(source, DescribedSource):
-            join_parts(source, ranks)
+        described = innermost(source)
+        if isinstance(described, DescribedSource):
+            join_parts(described, ranks)
         self._snapshot: Snapshot | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self._original = SourceOfUpdate(source, self._collective)

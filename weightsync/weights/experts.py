@@ -27,7 +27,7 @@ from weightsync.errors import ConfigError, shorten
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.module_sink import Rename, rename_with
-from weightsync.weights.source import as_source, checked
+from weightsync.weights.wrapping import WrappingSource
 
 ExpertLayout = Literal["qwen3_moe", "mixtral"]
 """The names of one expert's tensors: `gate_proj`, `up_proj` and `down_proj`, or Mixtral's `w1`,
@@ -54,7 +54,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
 }
 
 
-class PerExpertSource:
+class PerExpertSource(WrappingSource):
     """The tensors of `source`, with fused experts as one tensor per expert and projection.
 
     `source` is what `connect` takes: a module, a state dict, a callable or a WeightSource. `layout`
@@ -76,8 +76,8 @@ class PerExpertSource:
         rename: Rename | None = None,
     ) -> None:
         names = _layout(layout)
-        self._source = as_source(source, dtype=dtype)
-        manifest = self._source.manifest
+        super().__init__(source, dtype=dtype)
+        manifest = self.source.manifest
         blocks = {block: _renamed(block, names.block) for block in _find_fused(manifest)}
         self._parts = {block + _GATE_UP: [names.gate, names.up] for block in blocks}
         self._parts |= {block + _DOWN: [names.down] for block in blocks}
@@ -102,9 +102,11 @@ class PerExpertSource:
         """One name per expert and projection, dtypes as sent, in the order of the source."""
         return self._manifest
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the source's tensors, fused ones cut into views."""
-        for name, tensor in checked(self._source.tensors(), self._source.manifest):
+        for name, tensor in pairs:
             yield from zip(self._names[name], self._split(name, tensor), strict=True)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
@@ -113,10 +115,10 @@ class PerExpertSource:
         None on the CPU, because registration there moves each tensor into shared memory, and a
         view of a larger tensor cannot move alone.
         """
-        stable = self._source.stable_tensors()
+        stable = self.source.stable_tensors()
         if stable is None or any(tensor.device.type == "cpu" for tensor in stable):
             return None
-        pairs = zip(self._source.manifest.specs, stable, strict=True)
+        pairs = zip(self.source.manifest.specs, stable, strict=True)
         return [part for spec, tensor in pairs for part in self._split(spec.name, tensor)]
 
     def _split(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -140,7 +142,7 @@ class _Rows:
     start: int
 
 
-class FusedExpertsSource:
+class FusedExpertsSource(WrappingSource):
     """The tensors of `source`, with the experts of each layer fused into two tensors.
 
     The opposite of PerExpertSource, with the same arguments: for a checkpoint with tensors per
@@ -160,8 +162,8 @@ class FusedExpertsSource:
         dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        self._source = as_source(source, dtype=dtype)
-        manifest = self._source.manifest
+        super().__init__(source, dtype=dtype)
+        manifest = self.source.manifest
         experts = _find_experts(manifest, _layout(layout))
         self._places = {
             spec.name: place
@@ -187,10 +189,12 @@ class FusedExpertsSource:
         """Fused names, dtypes as sent; a fused tensor has the position of its last part."""
         return self._manifest
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the source's tensors, a fused one as soon as its last part was read."""
         making: dict[str, torch.Tensor] = {}
-        for name, tensor in checked(self._source.tensors(), self._source.manifest):
+        for name, tensor in pairs:
             place = self._places.get(name)
             if place is None:
                 yield self._names[name], tensor
@@ -204,10 +208,6 @@ class FusedExpertsSource:
             rows.copy_(tensor.detach())
             if self._last[fused.name] == name:
                 yield self._names[fused.name], making.pop(fused.name)
-
-    def stable_tensors(self) -> None:
-        """Return None: fused tensors are new ones every time."""
-        return
 
     def _fuse_spec(self, spec: TensorSpec) -> Iterator[TensorSpec]:
         place = self._places.get(spec.name)

@@ -1,0 +1,114 @@
+"""The base of sources that send the tensors of another source in another form."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+
+from weightsync.arguments import Dtype
+from weightsync.specs import Manifest
+from weightsync.weights.source import IterableSource, WeightSource, as_source, checked
+
+
+class WrappingSource(ABC):
+    """Base of a WeightSource that sends the tensors of another source in another form.
+
+    `source` is what `connect` takes: a module, a state dict, a callable or a WeightSource, also
+    another WrappingSource. A subclass calls this `__init__`, and defines `manifest` and `convert`.
+    Everything else about `source` stays in effect: a change of its tensors while they are sent ends
+    the update with VerificationError, and shards are gathered by all ranks as they are without the
+    wrapper. For that reason `tensors` is not overridden.
+    """
+
+    def __init__(self, source: object, *, dtype: Dtype | None = None) -> None:
+        self.source: WeightSource = as_source(source, dtype=dtype)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.tensors is not WrappingSource.tensors:
+            raise TypeError(
+                f"{cls.__name__} overrides tensors(); define convert(pairs), which is given the "
+                "tensors of the source also where several ranks gather them"
+            )
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """The specs of all tensors as `convert` yields them. Read once, at `connect`."""
+
+    @abstractmethod
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors to send, made of `pairs`: those of `source`, full and in its order.
+
+        Of each tensor of `pairs` the memory is valid until the next one is requested.
+        """
+
+    @final
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the converted tensors of the source."""
+        return self.converted(checked(self.source.tensors(), self.source.manifest))
+
+    @final
+    def converted(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `convert` makes of `pairs`, and read these to their end."""
+        yield from self.convert(pairs)
+        for _ in pairs:  # a source checks for changes, and ranks agree, at the end
+            pass
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """Return None: the tensors are made for each update.
+
+        A subclass may return them where their memory stays. Raises where the source has changed.
+        """
+        self.source.stable_tensors()
+        return None
+
+    def made_of(self) -> tuple[Sequence[str], Sequence[torch.Tensor]]:
+        """Return the names and tensors of `source` from which those that are sent are made.
+
+        None of a source whose own tensors are new ones every time: that one reports `changed`.
+        """
+        found = getattr(self.source, "made_of", None)
+        if found is not None:
+            names, tensors = found()
+            return names, tensors
+        stable = self.source.stable_tensors()
+        if stable is None:
+            return [], []
+        return [spec.name for spec in self.source.manifest.specs], stable
+
+    @property
+    def changed(self) -> Sequence[str]:
+        """The names that `source` reports as changed while they were sent."""
+        return getattr(self.source, "changed", ())
+
+
+def innermost(source: WeightSource) -> WeightSource:
+    """Return the source inside of all WrappingSources; `source` itself where it is none."""
+    while isinstance(source, WrappingSource):
+        source = source.source
+    return source
+
+
+def converted(
+    source: WeightSource, pairs: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return what a source makes of the tensors of its innermost one."""
+    if not isinstance(source, WrappingSource):
+        return pairs
+    inner = source.source
+    return source.converted(checked(converted(inner, pairs), inner.manifest))
+
+
+def forget_changes(source: WeightSource) -> None:
+    """Clear what an IterableSource, wrapped or not, found to have changed in earlier updates."""
+    inner = innermost(source)
+    if isinstance(inner, IterableSource):
+        inner.changed = []
