@@ -10,12 +10,20 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -43,24 +51,31 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.observe import (
+    Progress,
     ProgressObserver,
     Shown,
     TracePath,
     call_span,
     progress_callback,
 )
-from weightsync.ranks.comm import join_ranks
+from weightsync.ranks.comm import compare_arguments, join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.shm.segment import cleanup_stale
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.specs import Manifest
-from weightsync.tensors import spec_of
+from weightsync.tensors import dtype_name, spec_of
 from weightsync.tracebacks import concise, shortened
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import exiting
-from weightsync.transports.factory import Target, Targets, TransportFactory
+from weightsync.transports.factory import (
+    Target,
+    Targets,
+    TransportFactory,
+    described,
+    targets_of,
+)
 from weightsync.update.coordinator import Coordinator, OnFailure
 from weightsync.update.deltas import DeltaChoice, why_never
 from weightsync.update.fleet import Fleet
@@ -78,6 +93,7 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
 _RANKS_SLACK_S = 60.0
+_NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 _EXIT_S = 1.0
 """Seconds that a thread which sends has to leave torch, when close() is called at exit."""
 
@@ -148,72 +164,139 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
       the lines that changed.
 
     Under torch.distributed every rank of `process_group` calls this, and then every method of the
-    sender in the same order. Only rank 0 sends messages to the receivers.
+    sender in the same order, with the same arguments. Only rank 0 sends messages to the receivers,
+    and shows progress; the others may name no receiver (`to=()`).
 
-    Raises ConfigError; SenderConflictError when a receiver belongs to another living sender;
-    ManifestMismatchError when the tensors do not fit a receiver or another rank's tensors;
-    SegmentError when `/dev/shm` has no room; BackendUnavailableError when no path works;
-    TransferTimeout with the ranks that did not call; ConnectError or AuthError.
+    Raises ConfigError, also where ranks give different arguments; SenderConflictError when a
+    receiver belongs to another living sender; ManifestMismatchError when the tensors do not fit a
+    receiver or another rank's tensors; SegmentError when `/dev/shm` has no room;
+    BackendUnavailableError when no path works; TransferTimeout with the ranks that did not call;
+    ConnectError or AuthError.
     """
     timeout_s = as_seconds("timeout_s", timeout_s)
     wait_s = as_seconds("wait_s", wait_s, or_zero=True)
-    as_flag("verify", verify)
-    scrub = as_share("scrub", scrub)
-    as_choice("on_failure", on_failure, OnFailure)
-    as_choice("delta", delta, DeltaChoice)
-    as_choice("check_finite", check_finite, CheckFinite)
-    backends, unusable = choose_backends(backend)
-    on_progress = progress_callback(progress)
-    cleanup_stale()
-    options = TransferOptions(
-        packed=as_flag("packed", packed, optional=True),
-        bucket_nbytes=as_nbytes("bucket_nbytes", bucket_nbytes),
-        num_buckets=as_count("num_buckets", num_buckets),
-        adopt=bool(as_flag("adopt", adopt)),
-        timeout_s=timeout_s,
-    )
-    if len(backends) == 1:
-        streams = adjusted(backends[0], options).packed
-        if packed is False and streams:
-            name = backends[0].name
-            raise ConfigError(f"the {name} backend streams: leave packed out, or set it to True")
     # Rank 0 waits for receivers while they send heartbeats; the other ranks wait for rank 0.
     ranks_timeout_s = timeout_s * (HEARTBEAT_TIMEOUT_FACTOR + 1) + _RANKS_SLACK_S
     waiting_s = ranks_timeout_s + wait_s
     ranks = join_ranks(process_group, timeout_s=waiting_s, join_timeout_s=timeout_s)
 
-    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
+    def check() -> _Checked:
+        as_flag("verify", verify)
+        as_choice("on_failure", on_failure, OnFailure)
+        as_choice("delta", delta, DeltaChoice)
+        as_choice("check_finite", check_finite, CheckFinite)
+        backends, unusable = choose_backends(backend)
+        options = TransferOptions(
+            packed=as_flag("packed", packed, optional=True),
+            bucket_nbytes=as_nbytes("bucket_nbytes", bucket_nbytes),
+            num_buckets=as_count("num_buckets", num_buckets),
+            adopt=bool(as_flag("adopt", adopt)),
+            timeout_s=timeout_s,
+        )
+        _check_packed(options, backends)
+        return _Checked(
+            options=options,
+            backends=backends,
+            unusable=unusable,
+            scrub=as_share("scrub", scrub),
+            on_progress=progress_callback(progress),
+            dtype=as_dtype("dtype", dtype),
+            # Rank 0 alone sends messages, so the other ranks may name no receiver.
+            targets=[] if _names_none(to) and ranks.rank else targets_of(to, "to="),
+        )
 
-    def make_worker() -> RankWorker:
+    def compare(checked: _Checked) -> None:
+        """Raise ConfigError where the ranks differ in a setting that one of them decides on."""
+        options = checked.options
+        settings: dict[str, object] = {
+            "dtype": checked.dtype and dtype_name(checked.dtype),
+            "backend": backend if isinstance(backend, str) else _names_of(checked.backends),
+            "packed": options.packed,
+            "bucket_nbytes": options.bucket_nbytes,
+            "num_buckets": options.num_buckets,
+            "verify": verify,
+            "check_finite": check_finite,
+            "timeout_s": timeout_s,
+            "wait_s": wait_s,
+            "on_failure": on_failure,
+            "takeover": takeover,
+            "yields": yields,
+            "delta": delta,
+            "scrub": checked.scrub,
+        }
+        given = {name: repr(value) for name, value in settings.items()}
+        if checked.targets:
+            given["to"] = described(checked.targets)
+        compare_arguments("connect", given, ranks)
+
+    def make_worker(checked: _Checked) -> RankWorker:
         made = as_source(source, dtype=dtype, rename=rename)
         if not why_never(delta, made.manifest):
             # Compiled while the paths are opened; the first update waits for it.
             threading.Thread(target=warm_up, name="weightsync-compile", daemon=True).start()
-        return RankWorker(made, options, ranks, backends, check_finite)
+        return RankWorker(made, checked.options, ranks, checked.backends, check_finite)
 
-    def make_coordinator(group: RankGroup) -> Coordinator:
+    def make_coordinator(group: RankGroup, checked: _Checked) -> Coordinator:
         drops = on_failure == "drop"
         fleet = Fleet(
             group,
-            transports.every(to, wait_s=wait_s),
+            transports.every(checked.targets, wait_s=wait_s),
             timeout_s=timeout_s,
             drops=drops,
             yields=yields,
         )
         ordered = not isinstance(backend, str | Backend)
-        paths = PathSelector(fleet, options, backends, ordered=ordered, unusable=unusable)
-        if on_progress is not None:
-            group.observers.append(ProgressObserver(on_progress))
-        return Coordinator(fleet, paths, takeover=takeover, delta=delta, scrub=scrub)
+        paths = PathSelector(
+            fleet, checked.options, checked.backends, ordered=ordered, unusable=checked.unusable
+        )
+        if checked.on_progress is not None:
+            group.observers.append(ProgressObserver(checked.on_progress))
+        return Coordinator(fleet, paths, takeover=takeover, delta=delta, scrub=checked.scrub)
 
     try:
-        group = RankGroup(ranks.together(make_worker), ranks)
-        coordinator = ranks.together(lambda: make_coordinator(group) if group.leads else None)
+        checked = ranks.together(check)
+        compare(checked)
+        cleanup_stale()
+        transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
+        group = RankGroup(ranks.together(lambda: make_worker(checked)), ranks)
+        coordinator = ranks.together(
+            lambda: make_coordinator(group, checked) if group.leads else None
+        )
         ranks.limit(ranks_timeout_s)
     except BaseException:
         ranks.close()
         raise
     return WeightSender(group, coordinator, transports.one, verify=verify)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checked:
+    """The arguments of `connect` on one rank, checked."""
+
+    targets: Sequence[Target]
+    options: TransferOptions
+    backends: Sequence[Backend]
+    unusable: Mapping[str, str]
+    scrub: float
+    on_progress: Callable[[Progress], object] | None
+    dtype: torch.dtype | None
+
+
+def _check_packed(options: TransferOptions, backends: Sequence[Backend]) -> None:
+    """Raise ConfigError where `packed=False` is given and the only backend streams."""
+    if len(backends) == 1 and options.packed is False and adjusted(backends[0], options).packed:
+        raise ConfigError(
+            f"the {backends[0].name} backend streams: leave packed out, or set it to True"
+        )
+
+
+def _names_none(to: object) -> bool:
+    """Whether `to` names no receiver, as on ranks other than 0."""
+    return to is None or (isinstance(to, Sized) and not isinstance(to, str) and not len(to))
+
+
+def _names_of(backends: Iterable[Backend]) -> list[str]:
+    return [backend.name for backend in backends]
 
 
 class WeightSender:
@@ -410,7 +493,8 @@ class WeightSender:
         partial: bool,
         trace: TracePath | None,
     ) -> Iterator[UpdateTransaction | FollowerUpdate]:
-        with self._call(f"update({version}, partial={partial})", trace) as coordinator:
+        arguments = _texts(version=version, label=label, rewind=rewind, partial=partial)
+        with self._call("update", arguments, trace) as coordinator:
             if coordinator is None:
                 with following(self._group) as followed:
                     yield followed
@@ -426,7 +510,11 @@ class WeightSender:
         must then still hold the weights of that version. Returns the report, None where nothing had
         to be sent. Raises the same errors as `connect` and `resync`; the fleet is then as it was.
         """
-        return self._run("add", lambda leading: leading.add(self._make_transport(target)))
+        return self._run(
+            "add",
+            lambda leading: leading.add(self._make_transport(target)),
+            {"target": described([target])},
+        )
 
     @concise
     def remove(self, target: str) -> None:
@@ -434,7 +522,7 @@ class WeightSender:
 
         Removed receivers keep their weights.
         """
-        self._run("remove", lambda leading: leading.remove(target))
+        self._run("remove", lambda leading: leading.remove(target), {"target": described([target])})
 
     @concise
     def resync(self, target: str) -> SyncReport:
@@ -445,7 +533,11 @@ class WeightSender:
         ConfigError for an unknown target, or before the first update.
         """
         return _required(
-            self._run("resync", lambda leading: leading.resync(leading.membership.find(target)))
+            self._run(
+                "resync",
+                lambda leading: leading.resync(leading.membership.find(target)),
+                {"target": described([target])},
+            )
         )
 
     def shared_memory_usage(self) -> list[SharedMemoryUsage]:
@@ -532,7 +624,8 @@ class WeightSender:
     ) -> _InFlight:
         if replace and self._in_flight is not None:
             self._in_flight.stop.set()
-        self._run("send_async", lambda leading: leading.take_snapshot())
+        arguments = _texts(version=version, label=label, rewind=rewind)
+        self._run("send_async", lambda leading: leading.take_snapshot(), arguments)
         flight = _InFlight(logs=logs)
 
         def send() -> SyncReport:
@@ -552,14 +645,20 @@ class WeightSender:
         *,
         taken: bool = False,
     ) -> SyncReport:
-        with self._call(f"send_weights({version}, rewind={rewind})", trace, stop) as coordinator:
+        arguments = _texts(version=version, label=label, rewind=rewind)
+        with self._call("send_weights", arguments, trace, stop) as coordinator:
             if coordinator is None:
                 return _required(self._group.serve().report)
             return coordinator.send(version, label, rewind=rewind, taken=taken)
 
-    def _run(self, call: str, do: Callable[[Coordinator], object]) -> SyncReport | None:
+    def _run(
+        self,
+        call: str,
+        do: Callable[[Coordinator], object],
+        arguments: Mapping[str, str] = _NO_ARGUMENTS,
+    ) -> SyncReport | None:
         """Make one call on every rank: rank 0 runs it, the others execute rank 0's commands."""
-        with self._call(call) as coordinator:
+        with self._call(call, arguments) as coordinator:
             if coordinator is None:
                 return self._group.serve().report
             do(coordinator)
@@ -567,9 +666,15 @@ class WeightSender:
 
     @contextmanager
     def _call(
-        self, call: str, trace: TracePath | None = None, stop: threading.Event | None = None
+        self,
+        call: str,
+        arguments: Mapping[str, str],
+        trace: TracePath | None = None,
+        stop: threading.Event | None = None,
     ) -> Iterator[Coordinator | None]:
         """Open one call of the user, which all ranks make; rank 0 gets the coordinator.
+
+        All ranks have to give the same `arguments`, as text.
 
         It waits for the update of `send_async` that is in flight. At the end of the block, rank 0
         sends the other ranks its report or its error. Raises ConfigError when another call is open,
@@ -588,7 +693,7 @@ class WeightSender:
                 )
             if self._closed:
                 raise ConfigError("this sender is closed; connect again")
-            group.check_same_call(call)
+            group.check_same_call(call, arguments)
             group.worker.stop = stop or threading.Event()
             if coordinator is None:
                 yield None
@@ -699,6 +804,10 @@ class _ConciseBlock(AbstractContextManager[T]):
         traceback: TracebackType | None,
     ) -> bool | None:
         return self._block.__exit__(kind, error, traceback)
+
+
+def _texts(**arguments: object) -> dict[str, str]:
+    return {name: repr(value) for name, value in arguments.items()}
 
 
 def _required(report: SyncReport | None) -> SyncReport:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Self, TypeVar
@@ -448,6 +448,42 @@ def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> No
         f"{other}, rank {ranks.names[0]} has {first}; {advice}",
         mismatched=[f"{other} on rank {ranks.names[at]}, {first} on rank {ranks.names[0]}"],
     )
+
+
+def compare_arguments(call: str, arguments: Mapping[str, str], ranks: RankComm) -> None:
+    """Raise ConfigError on all ranks where they give `call` different arguments. Collective.
+
+    `arguments` are those of this rank, as text. Raises ProtocolError where the ranks make different
+    calls. An argument that a rank leaves out is not compared with that rank's.
+    """
+    if ranks.size == 1:
+        return
+    own = msgspec.json.encode((call, dict(arguments)))
+    bodies = ranks.exchange(own)
+    if all(body == own for body in bodies):
+        return
+    given = [msgspec.json.decode(body, type=tuple[str, dict[str, str]]) for body in bodies]
+    names = ranks.names
+    if len({made for made, _ in given}) > 1:
+        made = ", ".join(f"rank {n} {c}" for n, (c, _) in zip(names, given, strict=True))
+        raise ProtocolError(
+            f"the trainer's ranks make different calls: {made}; every rank has to make the same "
+            "calls on its sender, in the same order"
+        )
+    differing = []
+    for argument in dict.fromkeys(argument for _, each in given for argument in each):
+        by_value: dict[str, list[int]] = {}
+        for name, (_, each) in zip(names, given, strict=True):
+            if argument in each:
+                by_value.setdefault(each[argument], []).append(name)
+        if len(by_value) > 1:
+            values = [f"{value[:200]} on {name_ranks(at)}" for value, at in by_value.items()]
+            differing.append(f"{argument}= is {', '.join(values[:-1])} and {values[-1]}")
+    if differing:
+        raise ConfigError(
+            f"{call}(): the trainer's ranks differ: {'; '.join(differing)}; every rank has to give "
+            "the same"
+        )
 
 
 class CancelledError(TransferError):

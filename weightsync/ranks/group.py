@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
 from msgspec import structs
 
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.observe import Observers
-from weightsync.ranks.comm import CancelledError, RankComm, compare_manifests
+from weightsync.ranks.comm import (
+    CancelledError,
+    RankComm,
+    compare_arguments,
+    compare_manifests,
+)
 from weightsync.ranks.commands import (
     AnyCommand,
     Begin,
@@ -95,18 +100,9 @@ class RankGroup:
                 readers, nbytes = command.readers, self.manifest.nbytes
                 notify(lambda o: o.on_transfer_start(self.worker.transfers(readers), nbytes))
 
-    def check_same_call(self, call: str) -> None:
-        """Raise ProtocolError on all ranks unless all make the same call. Collective."""
-        if self.comm.size == 1:
-            return
-        calls = [body.decode() for body in self.comm.exchange(call.encode())]
-        if len(set(calls)) > 1:
-            names = self.comm.names
-            made = ", ".join(f"rank {n} {c}" for n, c in zip(names, calls, strict=True))
-            raise ProtocolError(
-                f"the trainer's ranks make different calls: {made}; every rank has to make the "
-                "same calls on its sender, in the same order"
-            )
+    def check_same_call(self, call: str, arguments: Mapping[str, str]) -> None:
+        """Raise on all ranks unless all make the same call, with the same arguments. Collective."""
+        compare_arguments(call, arguments, self.comm)
 
     def finish(
         self,

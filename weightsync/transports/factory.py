@@ -118,6 +118,26 @@ def targets_of(to: Targets, argument: str) -> list[Target]:
     return targets
 
 
+def described(targets: Iterable[object]) -> str:
+    """Return the targets as text that is the same in every process that has the same ones.
+
+    In any order. An object that exists in one process only is described by its kind.
+    """
+    text = ", ".join(sorted(map(_described, targets)))
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _described(target: object) -> str:
+    if isinstance(target, str):
+        return target
+    if type(target).__module__.partition(".")[0] == "ray":
+        return repr(target)  # a handle's class and id
+    if hasattr(target, "call") and isinstance(name := getattr(target, "target", None), str):
+        return name
+    is_local = callable(getattr(target, "handle", None)) or callable(target)
+    return "a receiver of this process" if is_local else f"a {type(target).__name__}"
+
+
 def _transport(target: object) -> Transport:
     if type(target).__module__.partition(".")[0] == "ray":  # a handle, so Ray is installed
         made: Transport = import_module("weightsync.transports.ray_actor").RayActorTransport(target)
