@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -664,6 +665,77 @@ def test_too_many_changes_for_the_estimate_are_sent_whole(
     assert report.delta is not None
     assert "lines have changed" in report.delta.reason
     assert equal(trainer, server)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3, 4])
+def test_resyncs_that_fail_give_no_id_to_other_weights(failures: int) -> None:
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(server)
+    with ws.connect(trainer, to=receiver, delta="always", scrub=0) as sender:
+        for step in range(3):
+            sender.send_weights()
+            change(trainer, step)
+        sender.send_weights()
+        for step in range(failures):
+            change(trainer, 10 + step, 0.05)
+            with pytest.raises(ws.TransferError, match="have changed since version 4"):
+                sender.resync(sender.targets[0])
+        for step in range(12):
+            assert sent(sender.send_weights())
+            assert equal(trainer, server), step
+            change(trainer, 100 + step)
+
+
+class TestIdsOfWeights:
+    """A weights id stands for one content of the source, or for none."""
+
+    def log(self) -> tuple[Model, ChangeLog]:
+        model = Model()
+        return model, ChangeLog(StreamLayout(ws.ModuleSource(model).manifest))
+
+    def record(self, log: ChangeLog, model: Model, weights_id: str) -> None:
+        log.record(weights_id, ws.ModuleSource(model).tensors())
+
+    def test_the_same_content_again_keeps_its_id(self) -> None:
+        model, log = self.log()
+        for _ in range(3):
+            self.record(log, model, "one")
+        self.record(log, model, "")
+        assert log.knows("one")
+        assert log.marks_since(["one"]) is None
+
+    def test_another_content_takes_the_id_away_for_good(self) -> None:
+        model, log = self.log()
+        self.record(log, model, "base")
+        self.record(log, model, "one")
+        for step in range(4):
+            change(model, step)
+            self.record(log, model, "one")
+            assert not log.knows("one")
+            assert log.knows("base")
+        self.record(log, model, "two")
+        assert set(log.totals()) == {"base", "two"}
+        for weights_id in ("two", "three", "one"):
+            change(model, 7)
+            self.record(log, model, weights_id)
+        assert set(log.totals()) == {"base", "three"}
+        log.forget()
+        self.record(log, model, "one")
+        assert not log.knows("one")
+
+    def test_what_has_no_id_is_carried_by_the_next(self) -> None:
+        model, log = self.log()
+        self.record(log, model, "base")
+        changed = lines.new_marks(lines.count_lines(log.layout))
+        for step in range(3):
+            with torch.no_grad():
+                model.p0[step * 8, 0] += 1
+            self.record(log, model, "")
+        self.record(log, model, "next")
+        marks = log.marks_since(["base"])
+        assert marks is not None
+        lines.mark(changed, np.array([0, 16, 32], np.uint32))
+        assert (marks == changed).all()
 
 
 def test_bad_choices_are_refused() -> None:

@@ -42,6 +42,7 @@ class MergedSource:
         self._base = _peft_model(model).get_base_model()
         self._tensors = ModuleTensors(self._base)
         self._names = self._plain_names()
+        self._is_named = True
         specs = tuple(
             spec_of(name, self._tensors.tensors[i], dtype) for i, name in self._names.items()
         )
@@ -76,8 +77,10 @@ class MergedSource:
             yield name, merged[1][within]
 
     def _look_again(self) -> None:
-        if self._tensors.refresh():
+        if self._tensors.refresh() or not self._is_named:
+            self._is_named = False  # an error leaves it so, and the next look starts anew
             self._names = self._plain_names()
+            self._is_named = True
 
     def _plain_names(self) -> dict[int, str]:
         """Return the receivers' name of each tensor that is sent, by its index."""

@@ -62,8 +62,9 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
 
     With `bases`, as a delta that can be applied to any of these weights, of about `expected` lines;
     receivers read the lines of `scrub` back, by the first and their number. Without, the source's
-    lines are only recorded, for later deltas. `by_value`, deltas are coded for a slow
-    path, for which the rank `keeps` a copy of the stream. `to_shards`: some receivers hold shards.
+    lines are only recorded, for later deltas; with an empty id none of these builds on them.
+    `by_value`, deltas are coded for a slow path, for which the rank `keeps` a copy of the stream.
+    `to_shards`: some receivers hold shards.
     """
 
     weights_id: str

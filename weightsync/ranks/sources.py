@@ -18,12 +18,12 @@ from weightsync.ranks.comm import (
     RankComm,
     compare_manifests,
 )
-from weightsync.specs import Manifest, TensorSpec
+from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.delta import ChangeLog
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.finite import CheckFinite, not_finite
-from weightsync.weights.packer import check_whole
+from weightsync.weights.packer import check_number, check_whole
 from weightsync.weights.shards import gather
 from weightsync.weights.source import (
     DescribedSource,
@@ -254,7 +254,8 @@ def _broadcast(
 class SourceOfUpdate:
     """The source of one rank during one update; `refresh` begins another one.
 
-    `given` is the user's source, `collective` the same with several ranks. `is_made` is True where
+    `given` is the user's source, `collective` the same with several ranks. `manifest` is that of
+    `connect`, which the source still has to have in each update. `is_made` is True where
     the tensors are made for each update, False where their memory stays. The stable tensors are
     read from the source once, because that takes time for each tensor. Where several engines read
     tensors that are made, each engine reads them in a pass of its own, and the passes are compared.
@@ -268,6 +269,7 @@ class SourceOfUpdate:
         collective: CollectiveSource | None,
         check_finite: CheckFinite = "off",
     ) -> None:
+        self.manifest = given.manifest
         self.is_made = given.stable_tensors() is None
         self.not_finite: list[str] = []
         self._check_finite = check_finite
@@ -282,16 +284,32 @@ class SourceOfUpdate:
         self._differ: list[str] = []
         self._recorded: tuple[ChangeLog, str] | None = None
 
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the source."""
-        return self._source.manifest
-
     def stable_tensors(self) -> list[torch.Tensor] | None:
-        """Return the stable tensors of the source, as they were at the first call."""
+        """Return the stable tensors of the source, as they were at the first call.
+
+        Raises ManifestMismatchError where the source has another manifest or number of tensors.
+        """
         if self._stable is None:
-            self._stable = self._source.stable_tensors()
+            stable = self._source.stable_tensors()
+            self._check_manifest()
+            if stable is not None:
+                check_number(self.manifest.specs, stable)
+            self._stable = stable
         return self._stable
+
+    def _check_manifest(self) -> None:
+        """Raise ManifestMismatchError where the source has another manifest than at `connect`.
+
+        Stable tensors come without names, so that only the manifest shows other ones.
+        """
+        now = self._given.manifest
+        if now is not self.manifest and now.digest != self.manifest.digest:
+            changed = changes(self.manifest, now)
+            raise ManifestMismatchError(
+                f"the source's manifest is no longer that of connect(): {shorten(changed)}; "
+                "bring it back, or connect again",
+                mismatched=changed,
+            )
 
     def whole_tensors(self) -> list[torch.Tensor] | None:
         """Return the stable tensors, with all of their memory; looked at once for each update.
@@ -300,7 +318,7 @@ class SourceOfUpdate:
         """
         stable = self.stable_tensors()
         if stable is not None and not self._is_whole:
-            check_whole(self._given.manifest.specs, stable)
+            check_whole(self.manifest.specs, stable)
             self._is_whole = True
         return stable
 
@@ -316,6 +334,7 @@ class SourceOfUpdate:
 
         Raises VerificationError as `look` does, ManifestMismatchError where they are others.
         """
+        self._check_manifest()
         pairs = self._compared() if self._compares else self._source.tensors()
         pairs = checked(pairs, self.manifest)
         if self._recorded is not None:
@@ -349,9 +368,8 @@ class SourceOfUpdate:
     def look_at_stable(self) -> None:
         """Do the same for the source's tensors, where their memory stays."""
         if self._check_finite != "off" and not self.is_made:
-            specs = self._given.manifest.specs
             stable = self.stable_tensors() or ()
-            self.look((spec.name, t) for spec, t in zip(specs, stable, strict=True))
+            self.look((spec.name, t) for spec, t in zip(self.manifest.specs, stable, strict=True))
 
     def _looked_at(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         for pair in pairs:
@@ -385,7 +403,7 @@ class SourceOfUpdate:
         elif reads or self.is_made:
             stable = None if self.is_made else self.whole_tensors()
             if stable is not None:
-                self._watch.begin([spec.name for spec in given.manifest.specs], stable)
+                self._watch.begin([spec.name for spec in self.manifest.specs], stable)
             elif hasattr(given, "made_of"):
                 self._watch.begin(*given.made_of())
 

@@ -72,8 +72,8 @@ class Coordinator:
         """Copy the source's tensors on all ranks; from then on every update sends a copy."""
         if not self._sends_snapshots:
             self.membership.disconnect()
-            self._sends_snapshots = True
         self._group.take_snapshot()
+        self._sends_snapshots = True
 
     def send(
         self,
@@ -134,7 +134,7 @@ class Coordinator:
         self.membership.ready(members)
         terms = replace(self._sent.terms, version=self.fleet.version, rewind=True)
         update = self._update(members)
-        delta = self.deltas.repeat(terms)
+        delta = self.deltas.repeat()
         try:
             update.send_whole(terms, same_as=self._sent, delta=delta)
         except WeightSyncError:
@@ -286,7 +286,7 @@ class Coordinator:
     ) -> DeltaTask | None:
         """Return what an update does about deltas: after a failure it sends the whole model."""
         if tries > 1:
-            return self.deltas.repeat(terms)
+            return self.deltas.retry(terms)
         return self.deltas.task(terms, update.members)
 
     def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:
@@ -337,7 +337,7 @@ class Coordinator:
         self.membership.repair_group([member])
         again = self._update([member])
         try:
-            again.send_whole(terms, same_as=self._sent, delta=self.deltas.repeat(terms))
+            again.send_whole(terms, same_as=self._sent, delta=self.deltas.repeat())
         except WeightSyncError:
             if member.unfinished is None:
                 with suppress(WeightSyncError):

@@ -132,11 +132,17 @@ class DeltaPlanner:
         self._refusals += 1
         self._pause = min(2 ** (self._refusals - 1), _MAX_PAUSE) if self._refusals > 1 else 0
 
-    def repeat(self, terms: StartTerms) -> DeltaTask | None:
-        """Return the task of an update that sends the whole model again, as after a failure."""
-        if self._never:
-            return None
-        return DeltaTask(weights_id=terms.weights_id or "")
+    def retry(self, terms: StartTerms) -> DeltaTask | None:
+        """Return the task of an update that sends the whole model after a failure in this call."""
+        return None if self._never else DeltaTask(weights_id=terms.weights_id or "")
+
+    def repeat(self) -> DeltaTask | None:
+        """Return the task of an update that sends weights which receivers hold already.
+
+        The source may have changed since, which is found at the end of the update only. So what is
+        recorded of it has no id: receivers hold other weights under theirs.
+        """
+        return None if self._never else DeltaTask(weights_id="")
 
     def report(
         self, results: Sequence[CommandResult], *, again: bool = False

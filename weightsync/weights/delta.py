@@ -85,7 +85,7 @@ _EARLY_PACKETS, _EARLY_NBYTES = 12, 96 << 10
 class _Version:
     """One version of the source: its fingerprint, and the lines that changed since the one before.
 
-    `marks` is None where that is not known.
+    `marks` is None where that is not known. Without a `weights_id` no receiver holds it.
     """
 
     weights_id: str
@@ -106,8 +106,10 @@ class ChangeLog:
     """The lines of a source that changed from version to version, on one rank of the sender.
 
     Every scan of the source adds a version, also one whose update fails later: then no receiver
-    holds it, and the next one carries its changes too. If it `keeps` a copy of the stream, deltas
-    can be coded by value. Raises ValueError for streams of more than 256 GiB.
+    holds it, and the next one carries its changes too. A scan without a `weights_id` adds one on
+    which no delta builds: of weights that were sent before under an id, which may differ now. If it
+    `keeps` a copy of the stream, deltas can be coded by value. Raises ValueError for streams of
+    more than 256 GiB.
     """
 
     def __init__(self, layout: StreamLayout, *, keeps: bool = False) -> None:
@@ -120,6 +122,7 @@ class ChangeLog:
         self._sample = LineSample(layout)
         self._keeps = keeps
         self._kept: LineMemory | None = None
+        self._ambiguous: set[str] = set()
         self.coded_line_nbytes = _CODED_LINE_NBYTES
 
     @property
@@ -248,7 +251,8 @@ class ChangeLog:
         if not complete and (scan.is_first or self._keeps):
             self.forget()  # the copy may lack what the table has seen
         elif scan.is_first:
-            self._versions.append(_Version(scan.weights_id, self._table.total, None))
+            known = "" if scan.weights_id in self._ambiguous else scan.weights_id
+            self._versions.append(_Version(known, self._table.total, None))
         else:
             self._add(scan.weights_id if complete else "", self._table.total, scan.marks)
 
@@ -296,15 +300,26 @@ class ChangeLog:
         return None
 
     def _add(self, weights_id: str, total: int, marks: Marks) -> None:
+        """Add a version: its lines in `marks` differ from the version before.
+
+        An id stands for one content alone. A receiver that got the first one may still hold it, so
+        an id that comes again with another content stands for none, from then on.
+        """
+        weights_id = "" if weights_id in self._ambiguous else weights_id
         last = self._versions[-1] if self._versions else None
+        if last is not None and weights_id in ("", last.weights_id) and not marks.any():
+            return  # nothing new was found
+        if weights_id and any(version.weights_id == weights_id for version in self._versions):
+            self._ambiguous.add(weights_id)
+            for i, version in enumerate(self._versions):
+                if version.weights_id == weights_id:
+                    self._versions[i] = _Version("", version.total, version.marks)
+            weights_id, last = "", self._versions[-1]
         if last is not None and not last.weights_id and last.marks is not None:
-            # The scan before did not end: this one found the rest.
+            # No receiver holds what the scan before found: this one found the rest.
             self._versions[-1] = _Version(weights_id, total, last.marks | marks)
-        elif last is None or last.weights_id != weights_id:
+        else:
             self._versions.append(_Version(weights_id, total, marks))
-        elif marks.any():  # one id with two contents is no base for a delta
-            self._versions[-1] = _Version("", last.total, last.marks)
-            self._versions.append(_Version("", total, marks))
 
 
 def _buffers(scan: Generator[None, LineBuffer, None]) -> Iterator[LineBuffer]:

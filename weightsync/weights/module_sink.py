@@ -121,7 +121,8 @@ class ModuleTensors:
             for other in others
         )
         if not same:
-            self._walk()
+            # Made apart: where the walk fails, everything stays as it was, and is found again.
+            self.__dict__.update(vars(ModuleTensors(self.module, rename=self._rename)))
         return not same
 
     def _found(self) -> Iterator[object]:

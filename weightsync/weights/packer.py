@@ -232,11 +232,7 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
 
     Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end.
     """
-    if len(tensors) != len(specs):
-        raise ManifestMismatchError(
-            f"the source has {len(tensors)} tensors, and its manifest {len(specs)}; connect again "
-            "if the model has changed"
-        )
+    check_number(specs, tensors)
     # The usual case without a loop in Python, and without tuples for the garbage collector.
     same = all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, specs)))
     if same and all(map(torch.Tensor.data_ptr, tensors)):
@@ -251,6 +247,15 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
             f"{len(wrong)} tensors have no memory (offloaded?) or a new shape since connect(): "
             f"{shorten(wrong)}; bring them back before send_weights(), or connect again",
             mismatched=wrong,
+        )
+
+
+def check_number(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ManifestMismatchError for another number of tensors."""
+    if len(tensors) != len(specs):
+        raise ManifestMismatchError(
+            f"the source has {len(tensors)} tensors, and its manifest {len(specs)}; connect again "
+            "if the model has changed"
         )
 
 

@@ -82,7 +82,7 @@ class SafetensorsSource:
         self.path = Path(path).expanduser()
         self._dtype = as_dtype("dtype", dtype)
         self._rename = rename_with(rename)
-        self._read()
+        self._seen, self._sent, self._manifest = self._read()
 
     @property
     def manifest(self) -> Manifest:
@@ -104,17 +104,19 @@ class SafetensorsSource:
         """Return None: the tensors are read for each update."""
         return None
 
-    def _read(self) -> None:
+    def _read(self) -> tuple[object, list[_Stored], Manifest]:
+        """Return the stamps of the files, their tensors without aliases, and the manifest."""
         files = _find_files(self.path)
-        self._seen = _stamps(files)
+        seen = _stamps(files)
         stored = [tensor for file in files for tensor in _list_tensors(file)]
         _check_index(self.path, stored)
         aliases = _find_aliases(self.path, stored)
-        self._sent = [tensor for tensor in stored if tensor.name not in aliases]
-        self._manifest = Manifest(
-            tuple(self._describe(tensor.spec) for tensor in self._sent),
+        sent = [tensor for tensor in stored if tensor.name not in aliases]
+        manifest = Manifest(
+            tuple(self._describe(tensor.spec) for tensor in sent),
             {self._rename(alias): self._rename(name) for alias, name in aliases.items()},
         )
+        return seen, sent, manifest
 
     def _describe(self, spec: TensorSpec) -> TensorSpec:
         dtype = dtype_name(sent_dtype(TORCH_DTYPES[spec.dtype], self._dtype))
@@ -123,15 +125,15 @@ class SafetensorsSource:
     def _look_again(self) -> None:
         if _stamps(_find_files(self.path)) == self._seen:
             return
-        before = self._manifest
-        self._read()
-        if self._manifest.digest != before.digest:
-            changed = set(before.specs) ^ set(self._manifest.specs)
+        seen, sent, now = self._read()
+        if now.digest != self._manifest.digest:
+            changed = set(self._manifest.specs) ^ set(now.specs)
             names = shorten(sorted({spec.name for spec in changed}))
             raise ManifestMismatchError(
                 f"the files of {self.path} no longer describe the tensors of connect(): "
                 f"{names or 'their order or their ties changed'}; connect again"
             )
+        self._seen, self._sent = seen, sent
 
 
 def _find_files(path: Path) -> list[Path]:

@@ -245,7 +245,8 @@ class ModuleSource:
     `dtype` casts floating-point tensors on the way, `rename` maps names. Sharded parameters
     (DTensors, as `fully_shard` makes them) are gathered one decoder layer at a time: a collective
     of every rank of their mesh. Modules of `fully_shard` are resharded first. The methods raise
-    ManifestMismatchError when the module no longer has the tensors that it had at `connect`.
+    ManifestMismatchError while the module does not have the tensors that it had at `connect`, under
+    the same names; in which order it has them does not matter.
     """
 
     def __init__(
@@ -260,8 +261,9 @@ class ModuleSource:
         self._fsdp = find_fsdp(module)
         self._reshard()
         self._found = ModuleTensors(module, rename=rename)
-        self._sharded = any(map(is_sharded, self._found.tensors))
         self._manifest = self._describe()
+        self._take_over()
+        self._fits = True
         self._groups = groups_of(self._manifest)
 
     @property
@@ -275,7 +277,7 @@ class ModuleSource:
         A layer is gathered when its first tensor is requested.
         """
         self._look_again()
-        names, tensors = self._found.names, self._found.tensors
+        names, tensors = self._names, self._tensors
         if self._sharded:
             yield from gather_groups(names, tensors, self._groups, self._dtype)
             return
@@ -285,22 +287,22 @@ class ModuleSource:
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """Return the module's own tensors, None where a cast or a gather makes new ones."""
         self._look_again()
-        return None if self._sharded or self._casts() else self._found.tensors
+        return None if self._sharded or self._casts() else self._tensors
 
     def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names by which tensors are sent, and the module's own tensors or shards."""
         self._look_again()
-        return self._found.names, self._found.tensors
+        return self._names, self._tensors
 
     def cast_tensors(self) -> list[torch.Tensor] | None:
         """Return the tensors of which those that are sent are casts; None where some are shards."""
         self._look_again()
-        return None if self._sharded else self._found.tensors
+        return None if self._sharded else self._tensors
 
     def _casts(self) -> bool:
         return self._dtype is not None and any(
             TORCH_DTYPES[spec.dtype] is not tensor.dtype
-            for spec, tensor in zip(self._manifest.specs, self._found.tensors, strict=True)
+            for spec, tensor in zip(self._manifest.specs, self._tensors, strict=True)
         )
 
     def _reshard(self) -> None:
@@ -308,20 +310,19 @@ class ModuleSource:
             part.reshard()
 
     def _look_again(self) -> None:
+        """Inspect the module, and take its tensors over where they fit the manifest.
+
+        A change that does not fit is refused at every look until the module fits again: after an
+        error nothing of the module is taken over, and the next look starts anew.
+        """
         self._reshard()
-        if self._found.refresh():
+        if self._found.refresh() or not self._fits:
+            self._fits = False
             self._fsdp = find_fsdp(self.module)
             self._reshard()
             self._found.refresh()
-            self._sharded = any(map(is_sharded, self._found.tensors))
-            now = self._describe()
-            if now.digest != self._manifest.digest:
-                changed = changes(self._manifest, now)
-                raise ManifestMismatchError(
-                    "the module's tensors are no longer those of connect(): "
-                    f"{shorten(changed)}; bring them back, or connect again",
-                    mismatched=changed,
-                )
+            self._take_over()
+            self._fits = True
         if self._on_meta:
             raise ManifestMismatchError(
                 f"{len(self._on_meta)} tensors have no memory, they are on the meta device "
@@ -329,9 +330,34 @@ class ModuleSource:
                 missing=self._on_meta,
             )
 
+    def _take_over(self) -> None:
+        """Take over what was found, in the manifest's order. Raises ManifestMismatchError."""
+        found, manifest = self._found, self._manifest
+        now = self._describe()
+        names, tensors = found.names, found.tensors
+        if now.digest != manifest.digest:
+            ties = set(map(frozenset, manifest.places().values()))
+            if ties != set(map(frozenset, now.places().values())):
+                raise self._mismatch(now)
+            # A parameter that was removed and set again, as `prune` does, is the last one.
+            names = [spec.name for spec in manifest.specs]
+            tensors = [found.tensors[now.index[name]] for name in names]
+            specs = map(spec_of, names, tensors, [self._dtype] * len(names))
+            if tuple(specs) != manifest.specs:
+                raise self._mismatch(now)
+        self._names, self._tensors = names, tensors
+        self._sharded = any(map(is_sharded, tensors))
+        self._on_meta = [n for n, t in zip(names, tensors, strict=True) if t.is_meta]
+
+    def _mismatch(self, now: Manifest) -> ManifestMismatchError:
+        changed = changes(self._manifest, now)
+        return ManifestMismatchError(
+            "the module's tensors are no longer those of connect(): "
+            f"{shorten(changed)}; bring them back, or connect again",
+            mismatched=changed,
+        )
+
     def _describe(self) -> Manifest:
-        found = zip(self._found.names, self._found.tensors, strict=True)
-        self._on_meta = [name for name, tensor in found if tensor.is_meta]
         specs = tuple(
             spec_of(name, tensor, self._dtype)
             for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
@@ -410,7 +436,9 @@ class IterableSource:
     def _pairs(self, given: NamedTensors | Mapping[str, torch.Tensor]) -> NamedTensors:
         if not isinstance(given, Mapping):
             return given
-        pairs = list(given.items())  # all of them alive, or memory that is used again looks tied
+        pairs = list(
+            checked_pairs(given.items())
+        )  # all of them alive, or memory that is used again looks tied
         aliases = find_ties(pairs)
         if self._aliases is not None and aliases != self._aliases:
             changed = sorted(aliases.items() ^ self._aliases.items())
@@ -618,7 +646,7 @@ class Snapshot:
         self._is_whole = False
         stable = source.stable_tensors()
         if stable is not None:
-            if not self._copies:
+            if len(self._copies) != len(stable):  # also where an earlier copy stopped half way
                 self._copies = [
                     self._place(spec, tensor)
                     for spec, tensor in zip(self.manifest.specs, stable, strict=True)
