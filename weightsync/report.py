@@ -137,11 +137,11 @@ class SyncReport(_FormerNames):
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def __str__(self) -> str:
-        phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in self.seconds.items())
         return (
-            f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} tensors by "
-            f"{self.path} ({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
-            f"{self.verified}), {self.gbps:.2f} GB/s, stall {self.stall_s * 1e3:.2f} ms; {phases}"
+            f"version {self.version} in {self.seconds['total'] * 1e3:.1f} ms: "
+            f"{self.nbytes / 1e6:.1f} MB in {self.tensors} tensors by {self.path} "
+            f"({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
+            f"{self.verified}), {self.gbps:.2f} GB/s, stall {self.stall_s * 1e3:.2f} ms"
             f"{self._exceptions}"
         )
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.running import TOKEN
 from weightsync.cli import main
+from weightsync.cli.app import VERBS
 from weightsync.cli.output import FAILED, REFUSED, UNREACHABLE, USAGE
 
 
@@ -172,7 +173,21 @@ def test_one_line_and_a_code(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("push {url} {checkpoint}", "is a URL: push CHECKPOINT URL, the checkpoint first"),
+        ("push {url} {checkpoint}", "{url} is a URL: push CHECKPOINT URL, the checkpoint first"),
+        (
+            "push {checkpoint} {url} --version one",
+            "for '--version': 'one' is no integer",
+        ),
+        (
+            "push {checkpoint} {url} --version 0",
+            "for '--version': 0 is not at least 1",
+        ),
+        (
+            "push {checkpoint} {url} --timeout soon",
+            "for '--timeout': 'soon' is no number",
+        ),
+        ("certify {down} --to {checkpoint}", "{down} cannot be reached: [Errno 111]"),
+        ("certify vllm+{down} --to {checkpoint}", "vllm+{down} cannot be reached: [Errno 111]"),
         ("verify {checkpoint} {url}", "is no URL: verify URL CHECKPOINT, the URL first"),
         ("push {checkpoint}", "push needs URLs of servers: push CHECKPOINT URL..."),
         ("serve --dtype bf17", "'bf17' is not one of float32, bfloat16, float16"),
@@ -205,7 +220,25 @@ def test_json_says_it_too(
         main([*line.format(**places).split(" "), "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["exit_code"] == ended.value.code
+    told = told.replace("{url}", str(places["url"])).replace("{down}", str(places["down"]))
     assert told in answer["error"]["message"]
+
+
+def test_without_arguments_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert "Commands" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_names_no_value_of_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "--help" in said
+    assert "bool" not in said.lower()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/migrating-from-openrlhf.md", "python"): (5, "tests/docs/test_migrating.py"),
     ("docs/migrating-from-trl.md", "python"): (3, "tests/docs/test_migrating.py"),
     ("docs/migrating-from-vllm.md", "python"): (4, "tests/docs/test_migrating.py"),
-    ("docs/quickstart.md", "console"): (5, "tests/docs/test_quickstart.py"),
+    ("docs/quickstart.md", "console"): (6, "tests/docs/test_quickstart.py"),
     ("docs/quickstart.md", "python"): (2, "tests/docs/test_quickstart.py"),
     ("docs/seeing.md", "python"): (7, "tests/observe/test_docs_seeing.py"),
     ("docs/serving.md", "python"): (3, "tests/serve/test_serve.py"),

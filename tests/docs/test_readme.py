@@ -17,6 +17,7 @@ WAIT_S = 180
 def shape(text: str) -> list[str]:
     """Return the part of each line that is the same in every run; the page shows no more."""
     lines = (line.partition(", …")[0] for line in text.splitlines())
+    lines = (re.sub(r" in [\d.]+ ms: ", " in … ms: ", line) for line in lines)
     return ["".join(line.partition("held)")[:2]) for line in lines]
 
 

@@ -16,22 +16,19 @@ _HELP = "weightsync --help lists the verbs, weightsync VERB --help its options"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; an expected error is one line on stderr and an exit code."""
     logging.basicConfig()  # the warnings of a program go to stderr
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if words == ["version"]:
         words = ["--version"]
     as_json = "--json" in words
     try:
         # Imported here, so that a missing typer is reported as any other error.
-        from weightsync.cli.app import UsageProblem, make_app  # noqa: PLC0415
+        from weightsync.cli.app import UsageProblem, make_command, problem  # noqa: PLC0415
 
         try:
-            code = make_app(words)(words, prog_name="weightsync", standalone_mode=False)
+            code = make_command(words)(words, prog_name="weightsync", standalone_mode=False)
         except UsageProblem as exc:
-            # A class of click, which `app` finds; the message is empty if the help was shown.
-            message = one_line(exc.format_message())  # type: ignore[attr-defined]  # see `app`
-            if message:
-                said = message.replace("Value error, ", "").rstrip(".")
-                print_error(exc, as_json=as_json, text=f"{said}; {_HELP}", code=USAGE)
+            text = f"{one_line(problem(exc))}; {_HELP}"
+            print_error(exc, as_json=as_json, text=text, code=USAGE)
             raise SystemExit(USAGE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

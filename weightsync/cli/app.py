@@ -51,13 +51,45 @@ EXTRAS = {
 }
 
 
+_REFUSED = {
+    "int_parsing": "{input!r} is no integer",
+    "float_parsing": "{input!r} is no number",
+    "greater_than_equal": "{input} is not at least {ge:.10g}",
+    "less_than_equal": "{input} is not at most {le:.10g}",
+}
+"""Messages by the types of pydantic's errors: newer versions of typer read values with pydantic."""
+
+
+def problem(error: Exception) -> str:
+    """Return what is wrong with a command line, in its own words: the text of a UsageProblem."""
+    cause: Any = error.__cause__
+    refused: dict[str, Any] = cause.errors()[0] if hasattr(cause, "errors") else {"type": ""}
+    words = _REFUSED.get(refused["type"])
+    text: str = error.format_message()  # type: ignore[attr-defined]  # a click ClickException
+    if words is not None:
+        known = {"input": refused["input"], **refused.get("ctx", {})}
+        text = text.replace(str(error), words.format(**known))
+    return text.replace("Value error, ", "").rstrip(".")
+
+
+def make_command(arguments: Sequence[str]) -> Callable[..., Any]:
+    """Return what runs the command line for `arguments`, whose help names no value of flags."""
+    command: Any = typer.main.get_command(make_app(arguments))
+    for each in (command, *command.commands.values()):
+        context = typer.Context(each)
+        for parameter in each.get_params(context):
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""  # newer versions show <bool>, although a flag has no value
+    run: Callable[..., Any] = command
+    return run
+
+
 def make_app(arguments: Sequence[str]) -> typer.Typer:
     """Return the command line for `arguments`: the verb they name, or all where they name none."""
     app = typer.Typer(
         name="weightsync",
         help="Moves a model's weights from training to inference.",
         add_completion=False,
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_options)  # or typer drops the name of a single verb

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,13 @@ from weightsync.cli.dtypes import Dtype, dtype_option
 from weightsync.cli.options import TokenFileOption, TokenOption, choose_token, seconds
 from weightsync.cli.output import FAILED, OK, ending, print_json
 from weightsync.cli.terminal import text_console
-from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    ManifestMismatchError,
+    ProtocolError,
+    RemoteError,
+)
 from weightsync.integrations.certificate import (
     Server,
     Step,
@@ -65,6 +72,8 @@ def certify(  # noqa: PLR0913, PLR0917  # one parameter per option
         plain, named = read_target(url)
         engine = named or find_engine(plain, server.token, True, _PROBE_S)
         if cold is None and engine != "vllm":
+            with suppress(AuthError, ProtocolError, RemoteError):
+                server.model()  # raises ConnectError where there is no server at all
             raise ConfigError(
                 f"{url} is no vLLM: give --cold, a command that starts such a server on "
                 "{checkpoint} and {port}"

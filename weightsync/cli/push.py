@@ -65,7 +65,8 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter per option
     with ending(as_json=json_):
         targets = [*(urls or ()), *(to or ())]
         if ":/" in str(checkpoint):
-            raise ConfigError(f"{checkpoint} is a URL: push CHECKPOINT URL, the checkpoint first")
+            given = str(checkpoint).replace(":/", "://", 1)  # Path makes one slash of two
+            raise ConfigError(f"{given} is a URL: push CHECKPOINT URL, the checkpoint first")
         if not targets:
             raise ConfigError("push needs URLs of servers: push CHECKPOINT URL...")
         secret, verify_tls = choose_token(token, token_file), choose_tls(ca_file, targets)

@@ -150,7 +150,10 @@ class Server:
         except TimeoutError as exc:
             raise TransportTimeout(f"{said} did not answer within {timeout_s:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
-            raise ConnectError(f"{said}: {exc}") from exc
+            why = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+            raise ConnectError(
+                f"{self.url} cannot be reached: {why}; is the server running?"
+            ) from exc
         except ValueError as exc:
             raise _remote(said, exc) from exc
 
