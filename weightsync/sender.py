@@ -21,7 +21,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
@@ -68,7 +68,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import dtype_name, spec_of
 from weightsync.tracebacks import concise, shortened
 from weightsync.transports.base import Transport
-from weightsync.transports.calls import exiting
+from weightsync.transports.calls import exit_left_s, exiting
 from weightsync.transports.factory import (
     Target,
     Targets,
@@ -94,8 +94,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 60.0
 _RANKS_SLACK_S = 60.0
 _NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
-_EXIT_S = 1.0
-"""Seconds that a thread which sends has to leave torch, when close() is called at exit."""
 
 
 @concise
@@ -578,12 +576,8 @@ class WeightSender:
         known = self._group.comm.broken
         try:
             if exiting():  # nothing waits for ranks and receivers, which may be gone
-                if self._in_flight is not None:
-                    self._in_flight.stop.set()
-                calls = self._group.worker.calls, self._group.comm.calls
-                for seconds in (0.0, _EXIT_S):  # both are told before one is waited for
-                    for each in calls:
-                        each.end(seconds)
+                self._end_calls(0.0)  # all are told before one is waited for
+                self._end_calls(exit_left_s())
                 self._disconnect_alone()
             else:
                 self._run("close", lambda leading: leading.membership.disconnect(leaves=True))
@@ -596,6 +590,13 @@ class WeightSender:
             if not exiting():
                 self._settle(stop=True)
             self._free()
+
+    def _end_calls(self, timeout_s: float) -> None:
+        """At exit: have the calls of other threads leave torch, and wait for each that long."""
+        if self._in_flight is not None:
+            self._in_flight.stop.set()
+        for calls in (self._group.worker.calls, self._group.comm.calls):
+            calls.end(timeout_s)
 
     def _disconnect_alone(self) -> None:
         """Disconnect from the receivers, as far as possible without the other ranks."""
@@ -833,17 +834,65 @@ class _LatestTensors:
         return [name for name, _ in self.pairs], [tensor for _, tensor in self.pairs]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Connection:
-    """The cached connection of one target: its settings, its sender and the sender's source."""
+    """The kept connection of one target: its settings, its sender and the sender's source.
 
-    settings: Hashable
-    sender: WeightSender
-    source: nn.Module | _LatestTensors
+    `lock` is held during a call, and guards the rest. There is no sender before the first call has
+    connected, and after a call that failed to connect.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    settings: Hashable = None
+    packed: bool = True
+    sender: WeightSender | None = None
+    source: nn.Module | _LatestTensors | None = None
+
+    def close(self) -> None:
+        """Close the sender, if there is one."""
+        sender, self.sender = self.sender, None
+        source, self.source = self.source, None
+        if sender is not None:
+            with _reading_in_place(source, packed=self.packed):
+                sender.close()
 
 
-_lock = threading.RLock()
-_connections: dict[Hashable, _Connection] = {}
+_lock = threading.Lock()
+"""Guards the two tables below. Held for moments: never while a call connects or sends."""
+_connections: dict[object, _Connection] = {}
+_adopting: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+"""Held during a call that reads a module's parameters where they are. The first such call moves
+them, and the close of its connection moves them back: another call would find them changed."""
+
+
+@contextmanager
+def _connection_to(key: object) -> Iterator[_Connection]:
+    """Take the connection of a target for one call. Calls to one target take turns."""
+    while True:
+        with _lock:
+            connection = _connections.setdefault(key, _Connection())
+        with connection.lock:
+            if _connections.get(key) is not connection:
+                continue  # closed while this call waited for its turn
+            try:
+                yield connection
+            finally:
+                if connection.sender is None:
+                    with _lock:
+                        _connections.pop(key, None)
+            return
+
+
+@contextmanager
+def _reading_in_place(source: object, *, packed: bool) -> Iterator[None]:
+    """Keep other calls that read the same module in place from beginning meanwhile."""
+    if packed or not isinstance(source, nn.Module):
+        yield
+        return
+    with _lock:
+        lock = _adopting.setdefault(source, threading.RLock())
+    with lock:
+        yield
 
 
 @concise
@@ -866,14 +915,17 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
 
     The first call connects, and the connection is kept per target until `close()`. Other names,
     shapes or settings make a new connection. Between two calls other senders may take the receiver,
-    so several processes may call this in turn for one receiver. `takeover` takes the receiver from
-    a sender that does not yield. The other settings are those of `connect`. A generator is
-    exhausted before the transfer begins: if all tensors do not fit into memory at once, pass a
-    module, or use `connect` with a callable. Raises the same errors as `connect` and
-    `WeightSender.send_weights`.
+    so several processes may call this in turn for one receiver. Threads may call this for different
+    targets at the same time (with ranks, in the same order on each); calls for one target take
+    turns, as do those with `packed=False` for one module. `takeover` takes the receiver from a
+    sender that does not yield. The other settings are those of `connect`. A generator is exhausted
+    before the transfer begins: if all tensors do not fit into memory at once, pass a module, or use
+    `connect` with a callable. Raises the same errors as `connect` and `WeightSender.send_weights`.
     """
-    with _lock:
-        dtype = as_dtype("dtype", dtype)
+    dtype = as_dtype("dtype", dtype)
+    targets = targets_of(to, "to=")  # read once: it may be an iterator
+    key: object = targets[0] if len(targets) == 1 else tuple(targets)
+    with _connection_to(key) as connection:
         source: nn.Module | _LatestTensors
         pairs: list[tuple[str, torch.Tensor]] = []
         if isinstance(named_tensors, nn.Module):
@@ -896,46 +948,69 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             timeout_s=timeout_s,
         )
         settings = (*make.keywords.items(), dtype, identity)
-        key = _key(to)
-        connection = _connections.get(key)
-        if connection is None or connection.settings != settings:
-            if connection is not None:
-                _connections.pop(key).sender.close()
-            cast = dtype if isinstance(source, nn.Module) else None  # pairs have it in their specs
-            sender = make(source, to, dtype=cast, takeover=takeover, yields=True)
-            connection = _connections[key] = _Connection(settings, sender, source)
-        latest = connection.source if isinstance(connection.source, _LatestTensors) else None
-        if latest is not None:
-            latest.pairs = pairs
-        try:
-            return connection.sender.send_weights(version, label=label, rewind=rewind)
-        except SenderReplacedError:
-            _connections.pop(key).sender.close()  # the next call reconnects
-            raise
-        finally:
+        if connection.settings != settings:
+            connection.close()
+        with _reading_in_place(source, packed=packed):
+            sender = connection.sender
+            if sender is None:
+                cast = dtype if isinstance(source, nn.Module) else None  # pairs: in their specs
+                sender = make(source, targets, dtype=cast, takeover=takeover, yields=True)
+                connection.settings, connection.packed = settings, packed
+                connection.source, connection.sender = source, sender
+            latest = connection.source if isinstance(connection.source, _LatestTensors) else None
             if latest is not None:
-                latest.pairs = []
+                latest.pairs = pairs
+            try:
+                return sender.send_weights(version, label=label, rewind=rewind)
+            except SenderReplacedError:
+                connection.close()  # the next call reconnects
+                raise
+            finally:
+                if latest is not None:
+                    latest.pairs = []
 
 
 @concise
 def close() -> None:
     """Close every connection that `send_weights` keeps; adopted parameters are moved back.
 
-    If one raises, the others are closed, too.
+    Waits for calls of other threads. If one raises, the others are closed, too.
     """
-    with _lock, ExitStack() as closing:
-        for connection in _connections.values():
-            closing.callback(connection.sender.close)
-        _connections.clear()
+    with _lock:
+        closed = dict(_connections)
+    with ExitStack() as closing:
+        for key, connection in closed.items():
+            closing.callback(_forget, key, connection)
 
 
-def _key(to: Targets) -> Hashable:
-    if isinstance(to, str) or callable(to):
-        return to
-    targets = tuple(to) if isinstance(to, Iterable) and not hasattr(to, "call") else (to,)
-    if not targets:
-        raise ConfigError("to= names no receiver")
-    return targets
+def _forget(key: object, connection: _Connection) -> None:
+    """Close a connection after the call in it, and keep it no more."""
+    with connection.lock:
+        with _lock:
+            if _connections.get(key) is connection:
+                del _connections[key]
+        connection.close()
 
 
-atexit.register(close)
+def _close_at_exit() -> None:
+    """Close every connection. Waits for no call of another thread, which would wait for a peer."""
+    kept = [c.sender for c in list(_connections.values()) if c.sender is not None]
+    with ExitStack() as closing:
+        for sender in kept:
+            closing.callback(sender.close)
+        for sender in kept:
+            sender._end_calls(0.0)  # all are told before one is waited for
+
+
+def _forget_in_child() -> None:
+    """Leave the connections to the parent, whose other threads may have held the locks."""
+    global _lock, _connections, _adopting  # noqa: PLW0603  # those of this process
+    _left_to_parent.append(_connections)
+    _lock = threading.Lock()
+    _connections, _adopting = {}, weakref.WeakKeyDictionary()
+
+
+_left_to_parent: list[object] = []
+"""Kept in a forked child: a sender that is dropped without close() would be warned of there."""
+atexit.register(_close_at_exit)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +19,35 @@ import weightsync as ws
 from tests.segments import opened_since
 from weightsync.shm.segment import live_segments
 from weightsync.wire.messages import CALLS
+
+WAIT_S = 60.0
+FORKS = """
+import os, threading
+import torch
+import weightsync as ws
+
+entered, go = threading.Event(), threading.Event()
+
+def slow(pairs):
+    list(pairs)
+    entered.set()
+    go.wait(60)
+
+weights = {"w": torch.ones(8)}
+receiver = ws.WeightReceiver(slow)
+sending = threading.Thread(target=ws.send_weights, args=(weights, receiver.handle))
+sending.start()
+entered.wait(60)
+child = os.fork()
+if not child:
+    other = ws.WeightReceiver(lambda pairs: list(pairs) and None)
+    print(ws.send_weights(weights, other.handle).version, flush=True)
+    os._exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+go.set()
+sending.join()
+print(code, receiver.version, flush=True)
+"""
 
 
 class Watched:
@@ -98,3 +134,88 @@ def test_a_cast_and_a_rewind(watched: Watched) -> None:
 def test_no_target_is_an_error() -> None:
     with pytest.raises(ws.ConfigError, match="no receiver"):
         ws.send_weights({"a": torch.zeros(1)}, to=[])
+
+
+class Held:
+    """A receiver whose hook keeps the sender waiting until `go` is set."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.receiver = ws.WeightReceiver(self._load)
+        self.to = self.receiver.handle
+
+    def _load(self, pairs: Any) -> None:
+        list(pairs)
+        self.entered.set()
+        assert self.go.wait(WAIT_S)
+
+
+def test_calls_to_two_targets_take_no_turns(watched: Watched) -> None:
+    held = Held()
+    weights = nn.Linear(30, 20).state_dict()
+    with closing(held.receiver), ThreadPoolExecutor(2) as threads:
+        first = threads.submit(ws.send_weights, weights, to=held.to)
+        try:
+            assert held.entered.wait(WAIT_S)
+            second = threads.submit(ws.send_weights, weights, to=watched)
+            assert second.result(WAIT_S / 2).version == 1
+            assert not first.done()
+        finally:
+            held.go.set()
+        assert first.result(WAIT_S).version == 1
+
+
+def test_calls_to_one_target_take_turns() -> None:
+    held = Held()
+    weights = {"w": torch.zeros(8)}
+    with closing(held.receiver), ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(ws.send_weights, weights, to=held.to) for _ in range(3)]
+        assert held.entered.wait(WAIT_S)
+        held.go.set()
+        assert sorted(call.result(WAIT_S).version for call in calls) == [1, 2, 3]
+        ws.close()
+
+
+def test_a_close_waits_for_a_call_and_ends_its_connection() -> None:
+    held = Held()
+    weights = {"w": torch.zeros(8)}
+    with closing(held.receiver), ThreadPoolExecutor(2) as threads:
+        sending = threads.submit(ws.send_weights, weights, to=held.to)
+        assert held.entered.wait(WAIT_S)
+        ended = threads.submit(ws.close)
+        held.go.set()
+        assert sending.result(WAIT_S).version == 1
+        ended.result(WAIT_S)
+        assert not held.receiver.status().senders
+
+
+def test_threads_that_send_one_module_in_place_do_not_change_it_for_each_other() -> None:
+    """The first call of each connection moves the parameters that it reads in place."""
+    model = nn.Linear(30, 20)
+    for _ in range(5):
+        to = [Watched(nn.Linear(30, 20)) for _ in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            sent = threads.map(lambda one: ws.send_weights(model, to=one, packed=False), to)
+            assert [report.version for report in sent] == [1, 1, 1]
+        ws.close()
+        for one in to:
+            assert one.holds(model)
+            one.receiver.close()
+
+
+def test_a_child_that_is_forked_during_a_call_has_connections_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS],
+        timeout=2 * WAIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.stdout, done.stderr) == ("1\n0 1\n", "")
+
+
+def test_targets_may_be_an_iterator(watched: Watched) -> None:
+    model = nn.Linear(30, 20)
+    assert ws.send_weights(model, to=iter([watched])).version == 1
+    assert watched.holds(model)

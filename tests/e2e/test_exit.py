@@ -216,6 +216,27 @@ while not any(flight for flight in sender._coordinator.fleet._flights._flying):
     threading.Event().wait(0.01)
 print("leaves", flush=True)
 """
+ONE_CALL = """
+import contextlib, json, os, signal, sys, threading, time, urllib.request
+import torch
+import weightsync as ws
+
+url, pid, stops, *living = sys.argv[1:]
+weights = {"w": torch.zeros(64)}
+ws.send_weights(weights, to=living)
+
+def send():
+    with contextlib.suppress(ws.WeightSyncError):
+        ws.send_weights(weights, to=url, timeout_s=600)
+
+threading.Thread(target=send, daemon=True).start()
+while not json.load(urllib.request.urlopen(url + "/weight_info")).get("busy"):
+    time.sleep(0.01)
+if stops == "True":
+    os.kill(int(pid), signal.SIGSTOP)
+print("leaves", flush=True)
+"""
+"""The end of a program: a daemon thread is in the one-call `send_weights`, whose hook works."""
 RECEIVER = """
 from multiprocessing.connection import Listener
 import weightsync as ws
@@ -439,6 +460,27 @@ def test_a_close_at_exit_waits_for_no_receiver_that_is_stopped(how: str) -> None
                 os.kill(host.process.pid, signal.SIGCONT)
     assert (trainer.returncode, said, errors) == (0, "leaves\n", "")
     assert took_s < EXIT_S
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_call_without_a_sender_at_work(stops: bool) -> None:
+    """Its connection is closed like that of a sender: without waiting for the hook."""
+    with processes.host() as host, processes.host() as other:
+        busy = host.receiver("http", sink="hook", delay_s=2 * EXIT_S)
+        living = other.receiver("http", sink="hook")
+        arguments = [busy.url, str(host.process.pid), str(stops), living.url]
+        try:
+            with program(ONE_CALL, *arguments) as trainer:
+                assert trainer.stdout is not None
+                said = trainer.stdout.readline()
+                begin = time.monotonic()
+                _, errors = trainer.communicate(timeout=processes.WAIT_S * 2)
+                took_s = time.monotonic() - begin
+        finally:
+            host.kill()
+        assert (trainer.returncode, said, errors) == (0, "leaves\n", "")
+        assert took_s < EXIT_S
+        wait_until(lambda: not living.status().get("senders"), "the sender to leave")
 
 
 def test_a_receiver_at_work_whose_sender_is_stopped() -> None:

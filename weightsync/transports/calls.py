@@ -19,6 +19,9 @@ LOOK_S = 0.05
 """Seconds between two checks of the calls in flight."""
 _STANDSTILL_S = 1.0
 """A longer time between two checks means that this process did not run."""
+_EXIT_S = 1.0
+_EXIT_REPLY_S = 0.1
+_exit_deadline: float | None = None
 
 
 class CallThreads(Generic[T]):
@@ -170,3 +173,14 @@ def exiting() -> bool:
     """Whether the interpreter exits, and this runs in a function of atexit."""
     main = threading.main_thread()
     return threading.current_thread() is main and not main.is_alive()
+
+
+def exit_left_s() -> float:
+    """Seconds left for what `exiting` code may still wait for: one second for all senders together.
+
+    Never less than it takes a live peer to reply: a stopped one does not use up the time of others.
+    """
+    global _exit_deadline  # noqa: PLW0603  # of this process
+    now = time.monotonic()
+    _exit_deadline = _exit_deadline or now + _EXIT_S
+    return max(_exit_deadline - now, _EXIT_REPLY_S)

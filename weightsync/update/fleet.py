@@ -28,7 +28,14 @@ from weightsync.ranks.commands import KeepAlive
 from weightsync.ranks.group import RankGroup
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import Transport
-from weightsync.transports.calls import LOOK_S, CallThreads, InFlightCall, InFlightCalls, exiting
+from weightsync.transports.calls import (
+    LOOK_S,
+    CallThreads,
+    InFlightCall,
+    InFlightCalls,
+    exit_left_s,
+    exiting,
+)
 from weightsync.wire.messages import (
     CALL_OF,
     AbortRequest,
@@ -46,8 +53,6 @@ from weightsync.wire.offers import Owner
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
-_EXIT_S = 1.0
-"""Seconds that a receiver has to reply while the interpreter exits."""
 _SILENT_TIMEOUT_SHARE = 0.1
 """The part of `timeout_s` that a silent member has to reply to requests that it is still sent."""
 _PROBE_S = 10.0
@@ -421,7 +426,7 @@ class Fleet:
                 future.set_result(MemberReply(member, error=_silent(member, call, timeout_s)))
                 return future
             timeout_s *= _SILENT_TIMEOUT_SHARE
-        timeout_s = min(timeout_s, _EXIT_S) if exiting() else timeout_s
+        timeout_s = min(timeout_s, exit_left_s()) if exiting() else timeout_s
         brief = isinstance(message, _BRIEF)
 
         def give_up(lost: bool, over: bool) -> MemberReply:
