@@ -51,6 +51,31 @@ def seen(tensors: Iterable[torch.Tensor]) -> set[float]:
     return {v for t in tensors for v in t.detach().flatten().tolist()}
 
 
+class Slow:
+    """A staged hook that works until `go` is set; `loaded` has the values that it was given."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.fails = False
+        self.loaded: list[set[float]] = []
+
+    def __call__(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded.append(seen(tensor for _, tensor in pairs))
+        self.entered.set()
+        assert self.go.wait(TIMEOUT_S)
+        if self.fails:
+            raise RuntimeError("planted")
+
+
+async def cancelled(sender: ws.WeightSender, when: threading.Event) -> None:
+    """Cancel an `asend_weights` at an event; return when it has ended."""
+    task = asyncio.ensure_future(sender.asend_weights())
+    assert await asyncio.to_thread(when.wait, TIMEOUT_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(task), TIMEOUT_S / 2)
+
+
 def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
@@ -210,6 +235,108 @@ class TestEnds:
             asyncio.run(cancelled(sender))
             sender.send_weights()
             assert receiver.version == sender.version
+
+    def test_a_send_that_is_cancelled_while_receivers_commit_returns_at_once(self) -> None:
+        """Its source may change then, its report comes later, and the next send waits for it."""
+        hook, model = Slow(), make(1)
+
+        async def run(sender: ws.WeightSender) -> tuple[ws.SyncReport, ws.SyncReport]:
+            await cancelled(sender, hook.entered)
+            first = sender.last_send
+            assert first is not None
+            assert not first.done()
+            assert receiver.version == 0
+            fill(model, 2)
+            following = asyncio.ensure_future(sender.asend_weights())
+            await asyncio.sleep(0.2)
+            assert not following.done()
+            hook.go.set()
+            return await asyncio.wrap_future(first), await following
+
+        with closing(ws.WeightReceiver(hook, apply="staged")) as receiver:
+            with ws.connect(model, to=receiver.handle, **BUCKET) as sender:
+                reports = asyncio.run(run(sender))
+                assert sender.last_send is not None
+                assert sender.last_send.result() is reports[1]
+            assert [report.version for report in reports] == [1, 2]
+        assert hook.loaded == [{1.0}, {2.0}]
+
+    def test_other_calls_wait_for_what_receivers_commit_after_a_cancellation(self) -> None:
+        hook = Slow()
+
+        async def run(sender: ws.WeightSender) -> None:
+            await cancelled(sender, hook.entered)
+
+        with closing(ws.WeightReceiver(hook, apply="staged")) as receiver:
+            with ws.connect(make(1), to=receiver.handle, **BUCKET) as sender:
+                asyncio.run(run(sender))
+                threading.Timer(0.2, hook.go.set).start()
+            assert receiver.version == 1  # close() has waited
+            assert receiver.status().state == "READY"
+
+    def test_what_fails_after_a_cancellation_is_told_and_sent_by_no_second_attempt(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hook, model = Slow(), make(1)
+        passes: list[float] = []
+
+        def source() -> Iterator[tuple[str, torch.Tensor]]:
+            passes.append(next(iter(values(model))))
+            yield from model.named_parameters()
+
+        async def run(sender: ws.WeightSender) -> None:
+            await cancelled(sender, hook.entered)
+            first, read = sender.last_send, len(passes)
+            assert first is not None
+            fill(model, 2)
+            hook.fails = True
+            hook.go.set()
+            with pytest.raises(ws.WeightSyncError, match="planted"):
+                await asyncio.wrap_future(first)
+            assert len(passes) == read
+
+        with (
+            closing(ws.WeightReceiver(hook, apply="staged")) as receiver,
+            ws.connect(source, to=receiver.handle, **BUCKET) as sender,
+        ):
+            asyncio.run(run(sender))
+            assert any("asend_weights: " in record.message for record in caplog.records)
+            hook.fails = False
+            sender.send_weights()
+            assert hook.loaded[-1] == {2.0}
+            assert receiver.status().state == "READY"
+
+    def test_a_send_that_is_cancelled_before_it_reads_never_reads(self) -> None:
+        """Its thread waits for a receiver that does not answer; then it ends, and sends nothing."""
+        asked, go, held = threading.Event(), threading.Event(), threading.Event()
+        server, model = make(), make(1)
+
+        async def run(sender: ws.WeightSender) -> None:
+            held.set()
+            await cancelled(sender, asked)
+            assert not go.is_set()
+            fill(model, 2)
+            go.set()
+            last = sender.last_send
+            assert last is not None
+            with pytest.raises(ws.errors.TransferCancelled):
+                await asyncio.wrap_future(last)
+
+        with closing(ws.WeightReceiver(server)) as receiver:
+
+            def carry(message: dict[str, object]) -> object:
+                if held.is_set():
+                    asked.set()
+                    assert go.wait(TIMEOUT_S)
+                return receiver.handle(message)
+
+            with ws.connect(model, to=carry, packed=False) as sender:
+                sender.send_weights()
+                sender.release()
+                asyncio.run(run(sender))
+                assert values(server) == {1.0}
+                assert sender.send_weights().version == 2
+        assert values(server) == {2.0}
 
     def test_closing_waits_for_the_loader(self) -> None:
         entered, gone = threading.Event(), threading.Event()

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ from weightsync.observe import (
 )
 from weightsync.ranks.comm import compare_arguments, join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
+from weightsync.ranks.stop import StopSignal
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.shm.segment import cleanup_stale
@@ -302,6 +303,10 @@ class WeightSender:
 
     Made by `connect`; use it from one thread. Each rank has its own sender, and all ranks make the
     same calls in the same order. `verify` may be changed between updates.
+
+    `last_send` is the future of the newest `send_async` or `asend_weights`, None before the first:
+    the report, or the error. It shows what became of an `asend_weights` that was cancelled:
+    TransferCancelled, or the report where the receivers had begun to commit.
     """
 
     def __init__(
@@ -320,7 +325,8 @@ class WeightSender:
         self._make_transport = make_transport
         self._closed = False
         self._open_call: dict[str, object] = {}
-        self._in_flight: _InFlight | None = None
+        self.last_send: Future[SyncReport] | None = None
+        self._in_flight: list[_InFlight] = []
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _free_dropped, group, coordinator, self._pid)
         self._finalizer.atexit = False  # at exit the kernel frees everything
@@ -398,7 +404,7 @@ class WeightSender:
         then as they were, except those that the error or their status calls TORN. An error of one
         rank is raised on all ranks.
         """
-        return self._send_weights(version, label, rewind, trace, threading.Event())
+        return self._send_weights(version, label, rewind, trace, StopSignal())
 
     def send_async(
         self,
@@ -438,29 +444,37 @@ class WeightSender:
         The source must not change before this returns: an optimizer step meanwhile is a
         VerificationError. With `snapshot` it may change as soon as this coroutine waits for the
         first time: it begins with what `send_async` does, and that blocks the loop: it waits for an
-        update in flight, and copies. A cancellation stops the transfer and returns when the source
-        is no longer read.
+        update in flight, and copies.
+
+        A cancellation stops the transfer, and returns when the source is no longer read. Where the
+        receivers have everything already, they commit it all the same: `last_send` then has the
+        report, or the error, which is logged. Further calls wait for the end of that update.
         """
         # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
-        sending: asyncio.Future[SyncReport]
         if snapshot:
             flight = self._start_async(version, label, rewind, trace, logs=False)
-            stop, sending = flight.stop, asyncio.wrap_future(flight.future)
         else:
-            stop = threading.Event()
-            run = contextvars.copy_context().run
-            sending = asyncio.get_running_loop().run_in_executor(
-                None, run, self._send_weights, version, label, rewind, trace, stop
-            )
+            flight = _InFlight("asend_weights", logs=False)
+            self.last_send = flight.future
+            flight.start(lambda: self._send_weights(version, label, rewind, trace, flight.stop))
+        sending = asyncio.wrap_future(flight.future)
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
-            stop.set()
-            while not sending.done():
+            flight.stop.set()
+            unread = asyncio.wrap_future(flight.stop.unread)
+            ends: list[asyncio.Future[Any]] = [unread, sending]
+            while not (snapshot or unread.done() or sending.done()):
                 with suppress(asyncio.CancelledError):
-                    await asyncio.wait([sending])
-            with suppress(WeightSyncError):
-                sending.result()
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                with suppress(WeightSyncError):
+                    sending.result()
+            else:
+                flight.logs = True
+                sending.cancel()  # this loop may be closed before the update is over
+                if not snapshot:
+                    self._in_flight.append(flight)
             raise
         except WeightSyncError as exc:
             raise shortened(exc) from exc.__cause__
@@ -593,8 +607,8 @@ class WeightSender:
 
     def _end_calls(self, timeout_s: float) -> None:
         """At exit: have the calls of other threads leave torch, and wait for each that long."""
-        if self._in_flight is not None:
-            self._in_flight.stop.set()
+        for flight in list(self._in_flight):
+            flight.stop.set()
         for calls in (self._group.worker.calls, self._group.comm.calls):
             calls.end(timeout_s)
 
@@ -623,16 +637,18 @@ class WeightSender:
         replace: bool = False,
         logs: bool = True,
     ) -> _InFlight:
-        if replace and self._in_flight is not None:
-            self._in_flight.stop.set()
+        for flight in list(self._in_flight) if replace else ():
+            flight.stop.set()
         arguments = _texts(version=version, label=label, rewind=rewind)
         self._run("send_async", lambda leading: leading.take_snapshot(), arguments)
-        flight = _InFlight(logs=logs)
+        flight = _InFlight("send_async", logs=logs)
+        self.last_send = flight.future
 
         def send() -> SyncReport:
-            return self._send_weights(version, label, rewind, trace, flight.stop, taken=True)
+            stop = flight.stop
+            return self._send_weights(version, label, rewind, trace, stop, taken=True)
 
-        self._in_flight = flight
+        self._in_flight.append(flight)
         flight.start(send)
         return flight
 
@@ -642,7 +658,7 @@ class WeightSender:
         label: str | None,
         rewind: bool,
         trace: TracePath | None,
-        stop: threading.Event,
+        stop: StopSignal,
         *,
         taken: bool = False,
     ) -> SyncReport:
@@ -671,13 +687,13 @@ class WeightSender:
         call: str,
         arguments: Mapping[str, str],
         trace: TracePath | None = None,
-        stop: threading.Event | None = None,
+        stop: StopSignal | None = None,
     ) -> Iterator[Coordinator | None]:
         """Open one call of the user, which all ranks make; rank 0 gets the coordinator.
 
         All ranks have to give the same `arguments`, as text.
 
-        It waits for the update of `send_async` that is in flight. At the end of the block, rank 0
+        It waits for the updates that are in flight, see `_settle`. At the end of the block, rank 0
         sends the other ranks its report or its error. Raises ConfigError when another call is open,
         because a ring has one writer.
         """
@@ -695,7 +711,7 @@ class WeightSender:
             if self._closed:
                 raise ConfigError("this sender is closed; connect again")
             group.check_same_call(call, arguments)
-            group.worker.stop = stop or threading.Event()
+            group.worker.stop = stop or StopSignal()
             if coordinator is None:
                 yield None
                 return
@@ -720,14 +736,28 @@ class WeightSender:
                 del self._open_call["call"]
 
     def _settle(self, *, stop: bool = False) -> None:
-        """Return when no update of `send_async` is in flight; with `stop`, those are cancelled."""
-        flight = None
-        while self._in_flight is not flight:  # a callback of a future may have sent another one
-            flight = self._in_flight
-            if flight is not None:
+        """Return when the updates are over that other threads send; with `stop`, cancel them.
+
+        These are the updates of `send_async`, and of `asend_weights` after a cancellation. One that
+        another thread waits for in turn was begun before it.
+        """
+        waited: list[_InFlight] = []
+        # A callback of a future may have sent another one.
+        while left := [flight for flight in self._begun_before() if flight not in waited]:
+            for flight in left:
                 if stop:
                     flight.stop.set()
                 flight.wait()
+            waited += left
+        for flight in waited:
+            with suppress(ValueError):  # another thread has waited, too
+                self._in_flight.remove(flight)
+
+    def _begun_before(self) -> list[_InFlight]:
+        """Return the updates in flight, in the thread of one of them those before it."""
+        flights = list(self._in_flight)
+        own = next((flight for flight in flights if flight.is_here and not flight.is_over), None)
+        return flights if own is None else flights[: flights.index(own)]
 
     def _free(self) -> None:
         self._closed = True
@@ -752,27 +782,46 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
 
 
 class _InFlight:
-    """An update that another thread sends. `stop`, when set, cancels it. `logs` its error."""
+    """An update that another thread sends, for the call of that name. `logs` its error."""
 
-    def __init__(self, *, logs: bool) -> None:
-        self._logs = logs
+    def __init__(self, call: str, *, logs: bool) -> None:
+        self.logs = logs
         self.future: Future[SyncReport] = Future()
-        self.stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, send: Callable[[], SyncReport]) -> None:
-        """Send in a thread; the future gets its result."""
         # It cannot be cancelled by itself: the ranks would make different calls.
         self.future.set_running_or_notify_cancel()
+        self.stop = StopSignal()
+        self._call = call
+        self._over = threading.Event()
+        self._thread: _SendThread | None = None
+
+    def start(self, send: Callable[[], SyncReport]) -> None:
+        """Send in a thread; the future gets its result.
+
+        A daemon thread, for which interpreter exit does not wait.
+        """
         run = contextvars.copy_context().run
-        self._thread = threading.Thread(
+        self._thread = _SendThread(
             target=run, args=(self._send, send), name="weightsync-send", daemon=True
         )
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its thread is this one."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it sends no more. Callbacks of its future may still run."""
+        return self._over.is_set()
+
     def wait(self) -> None:
-        """Return when it is over; at once in its own thread."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+        """Return when it is over, its callbacks too; those are not waited for in such a thread."""
+        if self._thread is None:
+            return
+        if isinstance(threading.current_thread(), _SendThread):
+            self._over.wait()  # callbacks of two of them might wait for each other
+        else:
             self._thread.join()
 
     def _send(self, send: Callable[[], SyncReport]) -> None:
@@ -780,11 +829,17 @@ class _InFlight:
             report = send()
         except BaseException as exc:  # noqa: BLE001  # raised by the future
             error = shortened(exc) if isinstance(exc, WeightSyncError) else exc
-            if self._logs and not isinstance(error, TransferCancelled):
-                logger.warning("send_async: %s: %s", type(error).__name__, error)
+            if self.logs and not isinstance(error, TransferCancelled):
+                logger.warning("%s: %s: %s", self._call, type(error).__name__, error)
+            self._over.set()
             self.future.set_exception(error)
         else:
+            self._over.set()
             self.future.set_result(report)
+
+
+class _SendThread(threading.Thread):
+    """The thread of an update in flight."""
 
 
 class _ConciseBlock(AbstractContextManager[T]):
@@ -923,8 +978,9 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
     `connect` with a callable. Raises the same errors as `connect` and `WeightSender.send_weights`.
     """
     dtype = as_dtype("dtype", dtype)
-    targets = targets_of(to, "to=")  # read once: it may be an iterator
-    key: object = targets[0] if len(targets) == 1 else tuple(targets)
+    # Read once: it may be an iterator. Ranks other than 0 may name no receiver.
+    targets = () if _names_none(to) else tuple(targets_of(to, "to="))
+    key: object = targets[0] if len(targets) == 1 else targets
     with _connection_to(key) as connection:
         source: nn.Module | _LatestTensors
         pairs: list[tuple[str, torch.Tensor]] = []

@@ -247,6 +247,35 @@ def cancelled(rank: int, canceller: int) -> tuple[Seen, bool]:
     return outcome, outcome.result is True
 
 
+def cancelled_in_finish(rank: int) -> tuple[bool, bool, int]:
+    """Cancel this rank's send while receivers commit it.
+
+    Return whether it raised CancelledError, whether the update was over then, and its version.
+    """
+    sender = kept().sender
+    worker = sender._group.worker
+
+    async def send() -> tuple[bool, bool]:
+        task = asyncio.create_task(sender.asend_weights())
+        deadline = time.monotonic() + TIMEOUT_S
+        begun = False
+        while not begun or worker._used is not None:
+            assert time.monotonic() < deadline
+            begun = begun or worker._used is not None
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            assert sender.last_send is not None
+            return True, sender.last_send.done()
+        return False, True
+
+    was_cancelled, over = asyncio.run(send())
+    assert sender.last_send is not None
+    return was_cancelled, over, sender.last_send.result(TIMEOUT_S).version
+
+
 def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]:
     """Return the private group's collectives of one update, and its status words."""
     sender = ws.connect(

@@ -250,6 +250,17 @@ def test_a_cancelled_rank_takes_the_others_along(ranks: Crew, host: Host, cancel
     check_sent(sent, to, sent[0][0].result.version)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_that_are_cancelled_while_receivers_commit(ranks: Crew, host: Host) -> None:
+    to = receivers(host, 1, sink="hook")
+    start(ranks, to, fault={}, **SMALL)
+    version = ranks.run(work.step_and_send)[0][0].result.version
+    to[0].hinder(delay_s=3.0)
+    assert ranks.run(work.cancelled_in_finish) == [(True, False, version + 1)] * 2
+    to[0].hinder()
+    assert ranks.run(work.step_and_send)[0][0].result.version == version + 2
+
+
 def test_a_word_for_each_group_and_none_for_chunks(ranks: Crew, host: Host) -> None:
     to = [remote.url for remote in receivers(host, 1)]
     few, many = (ranks.run(work.count_calls, to, nbytes)[0] for nbytes in (BUCKET_NBYTES, 128))

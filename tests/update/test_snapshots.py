@@ -114,8 +114,7 @@ def test_a_second_one_replaces_the_first() -> None:
         with ws.connect(slow, to=through) as sender:
             first = sender.send_async()
             fill(model, 2.0)
-            in_flight = sender._in_flight
-            assert in_flight is not None
+            (in_flight,) = sender._in_flight
 
             def let_go() -> None:
                 assert in_flight.stop.wait(WAIT_S)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
     ProtocolError,
-    TransferCancelled,
     VerificationError,
     shorten,
 )
@@ -62,6 +60,7 @@ from weightsync.ranks.sources import (
     manifest_of,
     source_device,
 )
+from weightsync.ranks.stop import StopSignal
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.delta import ChangeLog, DeltaSource, pairs_of
 from weightsync.weights.finite import CheckFinite
@@ -81,7 +80,8 @@ LINES_DIGEST = "lines"
 class RankWorker:
     """Executes rank 0's commands on one rank. `engines` has the engines by backend, bases first.
 
-    `stop`, when set, cancels a transfer on all ranks. `pairs` are the tensors of the next Begin
+    `stop`, when set, cancels the call that is executed: a transfer ends on all ranks, and no
+    further command uses this rank's source. `pairs` are the tensors of the next Begin
     that sends other tensors than the model's. `fault`, when set, makes every further step fail,
     because this rank's caller left the update. `reading` has the readers of the last update, by
     backend; their signs of life are reported until it is finished. `calls` are its commands.
@@ -110,7 +110,8 @@ class RankWorker:
         self.engines: dict[str, TrainerWeightTransferEngine] = {}
         self.reading: dict[str, list[int]] = {}
         self.pairs: NamedTensors | None = None
-        self.stop = threading.Event()
+        self.stop = StopSignal()
+        self._used: StopSignal | None = None
         self.fault: BaseException | None = None
         self._check: Callable[[], None] = lambda: None
         self._heartbeat: Heartbeat | None = None
@@ -145,10 +146,12 @@ class RankWorker:
     ) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop.
 
-        Raises TransferCancelled while the interpreter exits, except in the main thread.
+        Raises TransferCancelled while the interpreter exits, except in the main thread, and after a
+        cancellation, where the command would use the source.
         """
         self._check = check
-        with self.calls.inside(), scope(f"weightsync {type(command).__name__.lower()}"):
+        name = type(command).__name__.lower()
+        with self.calls.inside(), self._source_used(command), scope(f"weightsync {name}"):
             match command:
                 case Open():
                     return self._open(command)
@@ -173,6 +176,40 @@ class RankWorker:
                     return CommandResult()
                 case _:
                     raise ConfigError(f"{type(command).__name__} is no command for a rank")
+
+    @contextmanager
+    def _source_used(self, command: AnyCommand) -> Iterator[None]:
+        """Count the source as used: by an update from Begin to End, or by one other command.
+
+        To open and to close engines moves its tensors; KeepAlive leaves them alone.
+        """
+        # With several ranks these two check that inside their step, in which the ranks meet.
+        check = self._collective is None or not isinstance(command, Begin | TakeSnapshot)
+        match command:
+            case KeepAlive() | Transfer():
+                yield
+            case Begin():
+                self._end_use()  # of an update whose End never came, because a rank was lost
+                self.stop.begin_use(check=check)
+                self._used = self.stop
+                yield
+            case End():
+                try:
+                    yield
+                finally:
+                    self._end_use()
+            case _:
+                stop = self.stop
+                stop.begin_use(check=check)
+                try:
+                    yield
+                finally:
+                    stop.end_use()
+
+    def _end_use(self) -> None:
+        used, self._used = self._used, None
+        if used is not None:
+            used.end_use()
 
     def transfers(self, by_rank: ReadersByRank) -> list[ObservedTransfer]:
         """Return the engines' parts of the update that has begun, for observers."""
@@ -518,8 +555,7 @@ class RankWorker:
         self.calls.check()
         if self.fault is not None:
             raise self.fault
-        if self.stop.is_set():
-            raise TransferCancelled("the update was cancelled by its caller")
+        self.stop.check()
         if self._in_update:
             for name in self.reading:
                 self.engines[name].check()

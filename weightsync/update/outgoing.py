@@ -19,7 +19,6 @@ from weightsync.errors import (
     ProtocolError,
     RemoteError,
     SourceLostError,
-    TransferCancelled,
     TransferError,
     TransferTimeout,
     TransportError,
@@ -521,8 +520,7 @@ class UpdateTransaction:
 
     def _raise_early(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """Raise when the update was cancelled, a receiver failed, or it has not read all bytes."""
-        if self._group.worker.stop.is_set():
-            raise TransferCancelled("the update was cancelled by its caller")
+        self._group.worker.stop.check()
         self._fleet.assume_alive()
         self._fleet.look()
         for member, future in begun.items():
