@@ -101,8 +101,10 @@ class Program:
         return code
 
     def send_signal(self, number: int) -> None:
+        # The fork server may reap a process between the look at its exit code and the signal.
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

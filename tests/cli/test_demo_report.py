@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightsync.cli.demo import DemoReport, write_plot, write_report
+from weightsync.cli.demo import DemoReport, step_line, write_plot, write_report
 from weightsync.cli.demo_trainer import Event, Proof, Ready, Step, decode_event
+from weightsync.report import DeltaReport
 
 READY = Ready(model="tiny", params=10, tensors=2, goal="lower case")
 STEP = Step(
@@ -32,6 +33,19 @@ def test_an_event_is_one_line_and_comes_back(event: Event) -> None:
     line = msgspec.json.encode(event)
     assert b"\n" not in line
     assert decode_event(line) == event
+
+
+def test_why_the_model_was_sent_whole_is_said_once() -> None:
+    whole = msgspec.structs.replace(
+        STEP, delta=DeltaReport(reason="about 95% of the lines changed")
+    )
+    assert step_line(1, whole, explains=True).endswith(
+        "  sent whole: about 95% of the lines changed"
+    )
+    assert step_line(2, whole, explains=False).endswith(" ms")
+    few = DeltaReport(sent=True, share=0.01, saved_nbytes=2_000_000)
+    line = step_line(3, msgspec.structs.replace(STEP, delta=few), explains=False)
+    assert line.endswith("  1.0% of the lines changed, 2.0 MB saved")
 
 
 @pytest.mark.parametrize(

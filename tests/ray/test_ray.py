@@ -32,10 +32,12 @@ except AttributeError as exc:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_with_real_actors() -> None:
-    """Senders to actors, the contract of transports, and engines; on one node of Ray."""
-    files = ("one_host.py", "transport_contract.py", "engines.py")
-    assert sandbox.run_pytest(*(HERE / file for file in files), timeout_s=560) > 80
+@pytest.mark.parametrize(
+    ("file", "passed"), [("one_host.py", 20), ("transport_contract.py", 20), ("engines.py", 5)]
+)
+def test_with_real_actors(file: str, passed: int) -> None:
+    """Senders to actors, the contract of transports, and engines; on one node of Ray each."""
+    assert sandbox.run_pytest(HERE / file, timeout_s=560) >= passed
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +10,14 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from torch import nn
 
 from tests.server.live import TOKEN, make_app, raw, read_answer, serving
 from tests.transports.contract import UPDATE
 from tests.transports.scripted import STATUS, ScriptedReceiver
-from weightsync.errors import UpdateConflictError
+from weightsync.errors import RemoteError, UpdateConflictError
 from weightsync.receiver import WeightReceiver
+from weightsync.sender import connect
 from weightsync.server.router import weight_router
 from weightsync.wire import codec
 from weightsync.wire.messages import CALLS, StatusRequest, StepReply
@@ -318,3 +320,28 @@ def test_dependencies_of_an_app_are_resolved_before_a_control_message(place: str
         answers.append(requests.get(f"{url}/weight_info", timeout=10))
     assert [answer.status_code for answer in answers] == [418] * len(answers)
     assert receiver.seen == []
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_a_hook_raises_that_is_no_exception_is_named_and_the_server_goes_on(
+    kind: type[BaseException],
+) -> None:
+    raised: list[BaseException] = []
+
+    def load(pairs: Iterable[tuple[str, Any]]) -> list[str]:
+        names = [name for name, _ in pairs]
+        if not raised:
+            raised.append(kind("of the hook"))
+            raise raised[0]
+        return names
+
+    receiver = WeightReceiver(load)
+    with (
+        serving(make_app(receiver)) as url,
+        connect(nn.Linear(4, 4), url, token=TOKEN, timeout_s=30) as sender,
+    ):
+        with pytest.raises(RemoteError, match=f"the peer raised {kind.__name__}: of the hook"):
+            sender.send_weights()
+        assert receiver.status().version == 0
+        assert sender.send_weights().version == receiver.status().version == 1
+    receiver.close()

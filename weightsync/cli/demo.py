@@ -134,6 +134,7 @@ def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
 
 def _follow(console: Console, trainer: Child, num_steps: int) -> tuple[Ready, list[Step], Proof]:
     ready, steps = _receive(trainer, Ready), list[Step]()
+    is_whole = False
     console.print(f"trainer: {ready.params / 1e6:.1f} M parameters, {ready.tensors} tensors")
     console.print(f"goal: {ready.goal}", markup=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -141,7 +142,9 @@ def _follow(console: Console, trainer: Child, num_steps: int) -> tuple[Ready, li
         task = progress.add_task("training", total=num_steps)
         for number in range(1, num_steps + 1):
             steps.append(step := _receive(trainer, Step))
-            progress.console.print(_describe(number, step), markup=False, highlight=False)
+            text = step_line(number, step, explains=not is_whole)
+            is_whole = not step.delta.sent
+            progress.console.print(text, markup=False, highlight=False)
             progress.advance(task)
     console.print(f"path: {steps[-1].path}, every update verified: {steps[-1].verified}")
     proof = _receive(trainer, Proof)
@@ -156,17 +159,18 @@ def _receive(trainer: Child, kind: type[E]) -> E:
     return event
 
 
-def _describe(number: int, step: Step) -> str:
+def step_line(number: int, step: Step, *, explains: bool) -> str:
+    """Return the line of a step; `explains` why the model was sent whole: once for several."""
     return (
         f"step {number:>2}  reward {step.reward:.3f}  version {step.version:>2}  "
         f"{step.nbytes / 1e6:.1f} MB  {step.sync_s * 1e3:.1f} ms  {step.gbps:.2f} GB/s  "
-        f"stall {step.stall_s * 1e3:.2f} ms  {_describe_delta(step.delta)}"
-    )
+        f"stall {step.stall_s * 1e3:.2f} ms  {_describe_delta(step.delta, explains=explains)}"
+    ).rstrip()
 
 
-def _describe_delta(delta: DeltaReport) -> str:
+def _describe_delta(delta: DeltaReport, *, explains: bool) -> str:
     if not delta.sent:
-        return f"sent whole: {delta.reason}" if delta.reason else "sent whole"
+        return f"sent whole: {delta.reason}" if explains and delta.reason else ""
     return f"{delta.share:.1%} of the lines changed, {delta.saved_nbytes / 1e6:.1f} MB saved"
 
 

@@ -85,9 +85,16 @@ class AsyncDispatcher:
         return await run_sync(reading, limiter=self._reads, abandon_on_cancel=True)
 
     def _step(self, call: str, body: bytes) -> bytes:
-        if self._forward is not None:
-            return self._forward(call, body)
-        return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
+        try:
+            if self._forward is not None:
+                return self._forward(call, body)
+            return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
+        except Exception:
+            raise
+        except BaseException as exc:
+            # A hook's SystemExit, for instance: raised in a task, it would end the event loop.
+            logger.exception("%s ended with an exception that is no Exception", call)
+            raise problem.from_problem(problem.to_problem(exc)) from exc
 
 
 async def read_body(request: HttpRequest, max_nbytes: int) -> bytes:

@@ -193,11 +193,11 @@ def why_never(choice: DeltaChoice, manifest: Manifest) -> str:
     if choice == "off":
         return "deltas are off"
     if sum(aligned(spec.nbytes) for spec in manifest.specs) > MAX_LINES * LINE:
-        return f"the model has more than {MAX_LINES * LINE} bytes"
+        return f"the model has more than {(MAX_LINES * LINE) >> 30} GiB"
     if choice == "always":
         return ""
     if manifest.nbytes < MIN_NBYTES:
-        return f"a model of less than {MIN_NBYTES} bytes is sent whole"
+        return f"a model of less than {MIN_NBYTES >> 20} MiB is sent whole"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed: pip install 'weightsync[delta]'"
     return ""

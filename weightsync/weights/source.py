@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ def layer_of(name: str) -> str:
     end = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[:end])
 
+
+logger = logging.getLogger(__name__)
 
 _version_of = operator.attrgetter("_version")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -262,6 +265,7 @@ class ModuleSource:
         self._reshard()
         self._found = ModuleTensors(module, rename=rename)
         self._manifest = self._describe()
+        self._dtypes: list[torch.dtype] = []
         self._take_over()
         self._fits = True
         self._groups = groups_of(self._manifest)
@@ -287,12 +291,34 @@ class ModuleSource:
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """Return the module's own tensors, None where a cast or a gather makes new ones."""
         self._look_again()
+        self._report_casts()
         return None if self._sharded or self._casts() else self._tensors
 
     def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names by which tensors are sent, and the module's own tensors or shards."""
         self._look_again()
         return self._names, self._tensors
+
+    def _report_casts(self) -> None:
+        """Log once that the user has cast tensors since they were taken over: `model.half()`.
+
+        They are sent in the dtypes of `connect`, in which receivers hold them.
+        """
+        dtypes = list(map(_dtype_of, self._tensors))
+        if dtypes == self._dtypes:
+            return
+        cast_now = [
+            f"{name} from {dtype_name(before)} to {dtype_name(now)}"
+            for name, before, now in zip(self._names, self._dtypes, dtypes, strict=True)
+            if before is not now
+        ]
+        self._dtypes = dtypes
+        logger.warning(
+            "%d tensors were cast since connect() or the last update, and are sent in the dtypes "
+            "of connect(): %s; connect again to send them as they are",
+            len(cast_now),
+            shorten(cast_now),
+        )
 
     def cast_tensors(self) -> list[torch.Tensor] | None:
         """Return the tensors of which those that are sent are casts; None where some are shards."""
@@ -346,6 +372,7 @@ class ModuleSource:
             if tuple(specs) != manifest.specs:
                 raise self._mismatch(now)
         self._names, self._tensors = names, tensors
+        self._dtypes = list(map(_dtype_of, tensors))
         self._sharded = any(map(is_sharded, tensors))
         self._on_meta = [n for n, t in zip(names, tensors, strict=True) if t.is_meta]
 
