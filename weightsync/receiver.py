@@ -288,6 +288,16 @@ class WeightReceiver:
         else:
             self._paused.clear()
 
+    def discarded(self) -> None:
+        """Note that the weights in use are gone, as after their memory was freed or overwritten.
+
+        Until a full update commits, the receiver is TORN and `reading` raises NotReadyError. The
+        next `send_weights` sends the whole model, also where it would have sent a delta. An open
+        update is aborted. Raises UpdateConflictError where a step of an update does not end within
+        `lease_s`.
+        """
+        self._session.discarded()
+
     def close(self, *, for_good: bool = True) -> None:
         """Abort an open update and close every mapping. The weights in use stay as they are.
 

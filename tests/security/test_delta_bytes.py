@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -149,9 +149,16 @@ class Victim:
         self._receiver = ws.WeightReceiver(sink, apply="in_place" if self.in_place else "staged")
         # It sends no deltas, so that no thread prepares the memory meanwhile.
         self._sender = stack.enter_context(
-            ws.connect(self.base, to=self._receiver, packed=packed, delta="off")
+            ws.connect(self.base, to=self._handle, packed=packed, delta="off")
         )
         self.send_whole()
+
+    def _handle(self, message: Mapping[str, object]) -> object:
+        """Handle a message; before a commit, prepare for a delta as if its sender had said so."""
+        session = self._receiver._session
+        if message["call"] == "finish_weight_update" and session._incoming is not None:
+            session.load_targets.check_follows(session._incoming.load_targets)
+        return self._receiver.handle(message)
 
     def _load(self, pairs: Any) -> None:
         self._hooked.update({name: bits_of(tensor) for name, tensor in pairs})
@@ -190,11 +197,12 @@ class Victim:
     def _memory_of_base(self) -> tuple[LoadTarget, LineMemory]:
         """Return where a delta is written; after a whole update if the base was overwritten."""
         digest = ModuleSource(self.base).manifest.digest
-        found = self._receiver._session.load_targets.of_delta(digest)
-        if found is None:
+        targets = self._receiver._session.load_targets
+        try:
+            found = targets.of_delta(digest)
+        except ws.DeltaError:
             self.send_whole()
-            found = self._receiver._session.load_targets.of_delta(digest)
-        assert found is not None
+            found = targets.of_delta(digest)
         return found[0], found[2]
 
     def check(self) -> None:

@@ -155,7 +155,7 @@ class Coordinator:
         """
         self.membership.check_new(transport)
         self.membership.ready()
-        joining = Joining(self.fleet, transport)
+        joining = Joining(self.fleet, transport, delta_follows=self.deltas.may_send)
         report = joining.fetch()
         members = self.membership.add(transport)
         if all(joining.holds(member.status) for member in members):

@@ -51,6 +51,11 @@ class DeltaPlanner:
         self._refusals = self._pause = 0
         self._reason = ""
 
+    @property
+    def may_send(self) -> bool:
+        """Whether any update may be a delta."""
+        return not self._never
+
     def task(self, terms: StartTerms, members: Sequence[Member]) -> DeltaTask | None:
         """Return what the ranks do for deltas in the update of these members; None for nothing.
 

@@ -122,11 +122,13 @@ def fetch_from(
     timeout_s: float,
     backend: str = "auto",
     weights_id: str | None = None,
+    delta_follows: bool = False,
     stop: threading.Event | None = None,
 ) -> SyncReport:
     """Fetch from `source`; `handle` is the fetching receiver, `target` its name in the report.
 
-    With `weights_id` these weights, as they were sent. `stop`, when set, gives the fetch up. Raises
+    With `weights_id` these weights, as they were sent. `delta_follows`: the next update of the
+    receiver may be a delta. `stop`, when set, gives the fetch up. Raises
     the source's errors, and TransportTimeout where it requests nothing for `timeout_s`.
     """
     request = FetchRequest(
@@ -136,7 +138,9 @@ def fetch_from(
         timeout_s=timeout_s,
         weights_id=weights_id,
     )
-    return _Fetch(source, handle, request, target, stop or threading.Event()).run()
+    fetch = _Fetch(source, handle, request, target, stop or threading.Event())
+    fetch.delta_follows = delta_follows
+    return fetch.run()
 
 
 class _Fetch:
@@ -171,6 +175,7 @@ class _Fetch:
         self._updates: set[str] = set()
         self._senders: set[str] = set()
         self._finished: StepReply | None = None
+        self.delta_follows = False
 
     def run(self) -> SyncReport:
         """Return when the source says that all is done. Raises its error."""
@@ -267,6 +272,8 @@ class _Fetch:
             begins = isinstance(request, UpdateRequest) and request.start is not None
             if begins and _weights_of(self._status()) != self._before:
                 raise _overtaken()
+            if isinstance(request, FinishRequest):  # the source knows nothing of the next update
+                request = structs.replace(request, delta_follows=self.delta_follows)
             reply = self._handle(request)
         finally:
             with self._lock:

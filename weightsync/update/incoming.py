@@ -7,27 +7,32 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
 from weightsync.backends.base import Received, expect
 from weightsync.errors import (
     ConfigError,
+    DeltaError,
     ManifestMismatchError,
     ProtocolError,
     TransferError,
     VerificationError,
+    shorten,
 )
 from weightsync.specs import Manifest, union
 from weightsync.tensors import from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
+from weightsync.weights.copy_plan import Memory
 from weightsync.weights.delta import DeltaTarget
 from weightsync.weights.delta_coding import zstd
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import LineMemory
 from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, write_counts
+from weightsync.weights.spot_check import SpotCheck, TensorPlaces
 from weightsync.wire.messages import DeltaForm, StepReply
 
 logger = logging.getLogger(__name__)
@@ -210,6 +215,8 @@ class LoadTargets:
         self._layout: StreamLayout | None = None
         self._subsets: OrderedDict[str, LoadTarget] = OrderedDict()
         self._held_id: str | None = None
+        self._checks: tuple[SpotCheck | None, SpotCheck | None] = (None, None)
+        self._places: WeakKeyDictionary[Memory, TensorPlaces] = WeakKeyDictionary()
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
@@ -225,6 +232,7 @@ class LoadTargets:
         generation = self._sink.refresh()
         if generation != self._generation:
             self._generation, self._whole = generation, None
+            self._checks = None, None
             self._subsets.clear()
         digest = layout.manifest.digest
         if self._whole and self._whole[0] == digest:
@@ -254,22 +262,67 @@ class LoadTargets:
         if whole[1].is_unused():
             whole[1].catch_up(layout)
 
-    def of_delta(self, digest: str) -> tuple[LoadTarget, StreamLayout, LineMemory] | None:
+    def of_delta(self, digest: str) -> tuple[LoadTarget, StreamLayout, LineMemory]:
         """Return the load target of a whole model by its manifest's digest, if it has a base.
 
-        With it come its layout, and its memory, which holds the weights in use.
+        With it come its layout, and its memory, which holds the weights in use. Raises DeltaError
+        where the weights in use are not those of the last commit, as far as can be seen: torch has
+        counted writes, or one line of each tensor shows it.
         """
-        whole, layout = self._whole, self._layout
-        if whole is None or layout is None or whole[0] != digest or not whole[1].takes_deltas:
-            return None
+        whole, layout, check = self._whole, self._layout, self._checks[0]
+        found = whole is not None and whole[0] == digest and whole[1].takes_deltas
+        if whole is None or layout is None or check is None or not found:
+            raise DeltaError(
+                "the weights in use are kept in a form that takes no deltas, or were not those of "
+                "a whole model; send the whole model"
+            )
         memory = whole[1].catch_up(layout)
-        return None if memory is None else (whole[1], layout, memory)
+        if memory is None:
+            raise DeltaError(
+                "other code has changed the weights in use since the last update, or they are kept "
+                "in a form that takes no deltas; send the whole model"
+            )
+        # Only now, since their memory is known to be there.
+        changed = self._names_of(check.changed(), check.memory, layout)
+        if changed:
+            self._checks = (None, None)
+            raise DeltaError(
+                f"other code has changed or discarded {len(changed)} tensors of the weights in use "
+                f"since the last update: {shorten(changed)}; send the whole model"
+            )
+        return whole[1], layout, memory
+
+    def check_follows(self, targets: Sequence[LoadTarget]) -> None:
+        """Read a line of each tensor of these targets, for `of_delta`. Called before the commit."""
+        whole = self._whole if self._is_whole(targets) else None
+        memory = None if whole is None else whole[1].memory
+        self._checks = self._checks[0], None
+        if memory is None:
+            return
+        check = SpotCheck(memory, self._places.get(memory))
+        self._places[memory] = check.places
+        self._checks = self._checks[0], check
 
     def committed(self, targets: Sequence[LoadTarget], weights_id: str) -> None:
         """Note which weights are in use now, and which targets were written for them."""
+        self._held_id = weights_id if self._is_whole(targets) else None
+        self._checks = self._checks[1], None
+
+    def discarded(self) -> None:
+        """Note that the weights in use are gone."""
+        self._held_id, self._checks = None, (None, None)
+
+    def _is_whole(self, targets: Sequence[LoadTarget]) -> bool:
+        """Whether the whole model was written by these targets: all of it, or a delta."""
         written = [t.target if isinstance(t, DeltaTarget) else t for t in targets]
-        whole = self._whole is not None and written == [self._whole[1]]
-        self._held_id = weights_id if whole else None
+        return self._whole is not None and written == [self._whole[1]]
+
+    @staticmethod
+    def _names_of(positions: Sequence[int], memory: Memory, layout: StreamLayout) -> list[str]:
+        """Return the names of these tensors of a memory."""
+        shares = memory.shares
+        indices = [i if shares is None else shares[i].index for i in positions]
+        return list(dict.fromkeys(layout.manifest.specs[i].name for i in indices))
 
     def fetchable(self, weights_id: str) -> bool:
         """Whether `in_use` finds weights, as far as it is known without an inspection."""

@@ -30,12 +30,13 @@ class Joining:
     """Brings the receiver behind `transport` to the weights of the fleet, before it is a member.
 
     The fleet's sender passes on the messages between the two receivers. The bytes go from one to
-    the other.
+    the other. `delta_follows`: the fleet's next update may be a delta.
     """
 
-    def __init__(self, fleet: Fleet, transport: Transport) -> None:
+    def __init__(self, fleet: Fleet, transport: Transport, *, delta_follows: bool) -> None:
         self._fleet = fleet
         self._transport = transport
+        self._delta_follows = delta_follows
         self._weights: tuple[int, str] | None = None
 
     def holds(self, status: Status) -> bool:
@@ -115,6 +116,7 @@ class Joining:
                 target=worker.target,
                 timeout_s=timeout_s,
                 weights_id=self._weights[1] if self._weights else None,
+                delta_follows=self._delta_follows,
                 stop=stop,
             )
             for source in sorted(sources, key=distance)

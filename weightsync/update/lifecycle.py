@@ -62,6 +62,7 @@ class UpdateLifecycle:
         self.next_version = version
         self.dirty = False
         self.torn_by = ""
+        self.is_discarded = False
         self.required_version = 0
         self.last_finished = ""
         self.weights_id = ""
@@ -86,6 +87,11 @@ class UpdateLifecycle:
                 f"this receiver holds version {self.version} and joined a fleet that "
                 f"holds version {self.required_version}; its sender has to bring it up to "
                 "date: call send_weights() or resync()"
+            )
+        if self.is_discarded and not self.dirty:
+            return (
+                "the weights were discarded (WeightReceiver.discarded); a full update brings them "
+                "back: call send_weights() again"
             )
         return (
             f"the weights are {self.state.value}: update {self.update_id} changed them "
@@ -154,15 +160,22 @@ class UpdateLifecycle:
             raise self._conflict("end of an abort")
         was_torn = bool(self.torn_by)
         if self.dirty:
-            self.torn_by = self.terms.update_id
+            self.torn_by, self.is_discarded = self.terms.update_id, False
         self._settle(State.TORN if self.dirty or was_torn else State.READY)
+
+    def discarded(self) -> None:
+        """Enter TORN: the weights in use are gone. Raises UpdateConflictError in an update."""
+        if self.terms is not None:
+            raise self._conflict("discarding the weights")
+        self.torn_by, self.is_discarded = new_update_id("discarded"), True
+        self._settle(State.TORN)
 
     def _settle(self, state: State) -> None:
         self.state = State.CATCHING_UP if state is State.READY and self.required_version else state
         self.terms = None
         self.dirty = False
         if state is State.READY:
-            self.torn_by = ""
+            self.torn_by, self.is_discarded = "", False
 
     def _check_version(self, terms: Terms) -> None:
         if terms.partial:

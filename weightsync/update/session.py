@@ -170,6 +170,14 @@ class ReceiverSession:
         with self.gate.reading(timeout_s):
             yield self.lifecycle.version
 
+    def discarded(self) -> None:
+        """See WeightReceiver.discarded."""
+        self.check_open()
+        self._abort(None, "the weights in use were discarded")
+        with self._in_step("discarded"), self.lock:
+            self.lifecycle.discarded()
+            self.load_targets.discarded()
+
     # Senders
 
     def init(self, info: InitInfo) -> None:
@@ -460,6 +468,8 @@ class ReceiverSession:
             try:
                 with self._expected("finish", update_id, State.PREPARED) as incoming:
                     incoming.check_digest(request.table_digest)
+                    if request.delta_follows:
+                        self.load_targets.check_follows(incoming.load_targets)
                     state = self._commit(incoming, request)
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
@@ -585,13 +595,7 @@ class ReceiverSession:
                 f"this receiver holds the weights {held}{' (TORN)' if lifecycle.torn_by else ''}, "
                 f"and the delta builds on {', '.join(terms.bases) or 'none'}; send the whole model"
             )
-        found = self.load_targets.of_delta(offered.digest)
-        if found is None:
-            raise DeltaError(
-                "other code has changed the weights in use since the last update, or they are kept "
-                "in a form that takes no deltas; send the whole model"
-            )
-        load_target, layout, memory = found
+        load_target, layout, memory = self.load_targets.of_delta(offered.digest)
         delta = DeltaTarget(load_target, memory, base)
         context = self._load_context(incoming)
         context = replace(context, open_target=lambda _: incoming.use(delta, layout))

@@ -492,6 +492,23 @@ def gather(base: Any, indices: Any, lines: Any) -> None:
 
 
 @_compiled
+def sums_at(addresses: Any, widths: Any, sums: Any) -> None:
+    """Write a sum of the `widths[i]` bytes at `addresses[i]`, a line at most, to `sums[i]`."""
+    count = U(len(addresses))
+    for at in range(count):
+        ahead = U(at) + _AHEAD
+        if ahead < count:
+            _fetch(addresses[ahead])
+        if widths[at] == LINE:
+            sums[at] = _line_sum(addresses[at], _GOLDEN)
+        else:
+            total = U(0)
+            for i in range(widths[at]):
+                total = (total + U(_byte(addresses[at] + U(i))) + U(1)) * _GOLDEN
+            sums[at] = total
+
+
+@_compiled
 def list_marked(marks: Any, first: Any, stop: Any, indices: Any) -> Any:
     """Write the numbers of the marked lines from `first` to `stop`; return how many there are.
 

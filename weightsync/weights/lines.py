@@ -80,6 +80,7 @@ def warm_up() -> None:
         compiled.swap(base, indices[:1], lines)
         compiled.are_growing(indices[:1], np.uint64(1))
         compiled.gather(base, indices[:1], lines)
+        compiled.sums_at(spans[0, :1], spans[0, 1:2], table)
         compiled.list_changes(
             indices[:1], lines, lines, np.zeros(32, np.uint64), np.zeros(32, np.uint16)
         )

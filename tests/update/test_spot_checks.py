@@ -1,0 +1,316 @@
+"""Weights in use that other code threw away: seen before the next delta, which is then refused.
+
+torch counts no writes through `.data`, and a delta leaves most bytes as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import weightsync as ws
+from tests.update.test_deltas import Model, change, equal, sent
+from weightsync.weights import lines, spot_check
+from weightsync.weights.copy_plan import Memory
+from weightsync.weights.shards import local_of
+from weightsync.weights.spot_check import SpotCheck
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        for module in (lines, spot_check):
+            monkeypatch.setattr(module, "kernels", lambda: None)
+
+
+def zeroed(tensor: nn.Parameter) -> None:
+    tensor.data.zero_()
+
+
+def noisy(tensor: nn.Parameter) -> None:
+    """As memory that was freed, given to something else, and mapped again."""
+    tensor.data.view(torch.uint8).numpy()[:] ^= 0xFF
+
+
+def freed(tensor: nn.Parameter) -> None:
+    tensor.data = torch.empty(0, dtype=tensor.dtype)
+    tensor.untyped_storage().resize_(0)
+
+
+def reallocated(tensor: nn.Parameter) -> None:
+    tensor.data = torch.zeros_like(tensor)
+
+
+def small_change(trainer: Model) -> None:
+    """Change a few elements of one tensor; a delta leaves all others as they are."""
+    with torch.no_grad():
+        trainer.p0[0, :3] += 1
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model: nn.Module) -> None:
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # type: ignore[arg-type]  # set by now
+    for name, parameter in list(model.named_parameters()):
+        shard = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        setattr(model, name, nn.Parameter(shard, requires_grad=False))
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("discard", [zeroed, noisy, reallocated])
+def test_a_discarded_tensor_is_refused_at_once_and_the_whole_model_follows(
+    apply: Any, discard: Callable[[nn.Parameter], None]
+) -> None:
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(server, apply=apply)
+    with ws.connect(trainer, to=receiver, delta="always", scrub=0.0) as sender:
+        sender.send_weights()
+        for name in ("p5", "p4", "p1"):  # large, of one element, and of two lines
+            small_change(trainer)
+            assert sent(sender.send_weights())
+            discard(getattr(server, name))
+            small_change(trainer)
+            report = sender.send_weights()
+            assert report.delta is not None
+            assert not report.delta.sent
+            assert "other code has changed" in report.delta.reason
+            if discard is not reallocated:  # else the address says it, and no name
+                assert f"1 tensors of the weights in use since the last update: {name};" in (
+                    report.delta.reason
+                )
+            assert report.verified == "held"
+            assert equal(trainer, server)
+            assert receiver.status().state == "READY"
+            # Of the two copies of a staged receiver the one that was spoilt is right again, too.
+            for _ in range(2):
+                small_change(trainer)
+                assert sent(sender.send_weights())
+                assert equal(trainer, server)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_memory_that_was_freed_is_not_read(apply: Any) -> None:
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(server, apply=apply)
+    with ws.connect(trainer, to=receiver, delta="always", scrub=0.0) as sender:
+        sender.send_weights()
+        small_change(trainer)
+        assert sent(sender.send_weights())
+        freed(server.p3)
+        small_change(trainer)
+        with pytest.raises(ws.ManifestMismatchError, match="p3"):
+            sender.send_weights()
+        server.p3.data = torch.zeros_like(trainer.p3)
+        assert not sent(sender.send_weights())
+        assert equal(trainer, server)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_shards_are_looked_at_too(apply: Any) -> None:
+    """The sums of the trainer's lines say nothing about a shard; what it held before does."""
+    if lines.kernels() is None:
+        pytest.skip("shards take deltas by compiled loops only: pip install 'weightsync[delta]'")
+    trainer, server = Model(), Model(1)
+    with one_rank():
+        sharded(server)
+        receiver = ws.WeightReceiver(server, apply=apply)
+        with ws.connect(trainer, to=receiver, delta="always") as sender:
+            sender.send_weights()
+            small_change(trainer)
+            assert sent(sender.send_weights())
+            server.p3._local_tensor.data.zero_()  # type: ignore[attr-defined]  # a DTensor now
+            small_change(trainer)
+            report = sender.send_weights()
+            assert report.delta is not None
+            assert not report.delta.sent
+            assert "p3" in report.delta.reason
+        held = {name: local_of(tensor) for name, tensor in server.named_parameters()}
+        assert all(torch.equal(held[name], tensor) for name, tensor in trainer.named_parameters())
+
+
+def test_all_receivers_get_the_whole_model_and_one_that_joined_is_looked_at() -> None:
+    trainer, servers = Model(), [Model(1), Model(2)]
+    receivers = [ws.WeightReceiver(server) for server in servers]
+    with ws.connect(trainer, to=receivers[0], delta="always", scrub=0.0) as sender:
+        sender.send_weights()
+        small_change(trainer)
+        sender.send_weights()
+        sender.add(receivers[1])
+        small_change(trainer)
+        assert sent(sender.send_weights())  # what it fetched was read, too
+        zeroed(servers[1].p3)
+        small_change(trainer)
+        assert not sent(sender.send_weights())
+        assert all(equal(trainer, server) for server in servers)
+        small_change(trainer)
+        assert sent(sender.send_weights())
+
+
+def test_a_receiver_that_fetched_and_lost_it_before_the_first_delta() -> None:
+    trainer, servers = Model(), [Model(1), Model(2)]
+    receivers = [ws.WeightReceiver(server) for server in servers]
+    with ws.connect(trainer, to=receivers[0], delta="always", scrub=0.0) as sender:
+        sender.send_weights()
+        small_change(trainer)
+        sender.send_weights()
+        sender.add(receivers[1])
+        zeroed(servers[1].p3)
+        small_change(trainer)
+        report = sender.send_weights()
+        assert report.delta is not None
+        assert "p3" in report.delta.reason
+        assert all(equal(trainer, server) for server in servers)
+
+
+class TestDiscarded:
+    """`receiver.discarded()`: the user says that the weights in use are gone."""
+
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_nothing_generates_until_the_whole_model_came(self, apply: Any) -> None:
+        trainer, server = Model(), Model(1)
+        receiver = ws.WeightReceiver(server, apply=apply)
+        with ws.connect(trainer, to=receiver, delta="always") as sender:
+            sender.send_weights()
+            small_change(trainer)
+            assert sent(sender.send_weights())
+            receiver.discarded()
+            status = receiver.status()
+            assert (status.state, status.may_generate, status.version) == ("TORN", False, 2)
+            assert "were discarded" in status.detail
+            with pytest.raises(ws.NotReadyError, match="were discarded"):
+                receiver.reading().__enter__()
+            with pytest.raises(ws.UpdateConflictError), sender.update(partial=True) as update:
+                update.send([("p1", trainer.p1)])
+            small_change(trainer)
+            report = sender.send_weights()
+            assert report.delta is not None
+            assert not report.delta.sent
+            with receiver.reading() as version:
+                assert version == report.version
+            assert equal(trainer, server)
+            small_change(trainer)
+            assert sent(sender.send_weights())
+            assert equal(trainer, server)
+
+    def test_before_any_update_and_twice(self) -> None:
+        receiver = ws.WeightReceiver(server := Model(1))
+        receiver.discarded()
+        receiver.discarded()
+        assert receiver.status().state == "TORN"
+        with ws.connect(trainer := Model(), to=receiver) as sender:
+            sender.send_weights()
+        assert receiver.status().state == "READY"
+        assert equal(trainer, server)
+
+    def test_an_open_update_is_aborted_and_the_next_one_heals(self) -> None:
+        trainer, server = Model(), Model(1)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(trainer, to=receiver, delta="always") as sender:
+            sender.send_weights()
+
+            def discarded_meanwhile() -> None:
+                with sender.update() as update:
+                    update.send(list(trainer.state_dict().items()))
+                    receiver.discarded()
+
+            with pytest.raises(ws.WeightSyncError):
+                discarded_meanwhile()
+            assert receiver.status().state == "TORN"
+            assert sender.send_weights().verified == "held"
+        assert receiver.status().state == "READY"
+        assert equal(trainer, server)
+
+    def test_it_waits_for_a_step(self) -> None:
+        """Here a delta that is being committed: it has built on the weights that are gone."""
+        trainer, server = Model(), Model(1)
+        committing, go_on = threading.Event(), threading.Event()
+
+        def clear() -> None:
+            committing.set()
+            assert go_on.wait(30)
+
+        receiver = ws.WeightReceiver(server, on_clear_cache=clear)
+        with ws.connect(trainer, to=receiver) as sender:
+            threads = [
+                threading.Thread(target=work) for work in (sender.send_weights, receiver.discarded)
+            ]
+            threads[0].start()
+            try:
+                assert committing.wait(30)
+                threads[1].start()
+                assert receiver.status().state == "PREPARED"
+            finally:
+                go_on.set()
+                for thread in threads:
+                    thread.join()
+        assert receiver.status().state == "TORN"
+        assert receiver.version == 1
+
+
+@pytest.mark.usefixtures("loops")
+def test_any_change_of_the_lines_that_were_read_is_seen() -> None:
+    random = np.random.default_rng(3)
+    sizes = [0, 1, 7, 63, 64, 65, 200, 4096]
+    for shift in (0, 1):  # memory of a tensor may begin at any address
+        tensors = [
+            torch.from_numpy(random.integers(0, 256, size + shift, np.uint8))[shift:]
+            for size in sizes
+        ]
+        check = SpotCheck(Memory(tensors))
+        assert check.changed() == []
+        for i, tensor in enumerate(tensors):
+            begin = int(check._begins[i])
+            assert begin % 64 == 0
+            assert begin + min(sizes[i], 64) <= sizes[i]
+            for at in {begin, begin + min(sizes[i], 64) - 1} if sizes[i] else ():
+                tensor[at] ^= 1
+                assert check.changed() == [i]
+                tensor[at] ^= 1
+                assert check.changed() == []
+
+
+def test_the_lines_are_others_each_time_and_all_have_their_turn() -> None:
+    memory = Memory([torch.zeros(64 * 5, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)])
+    first = SpotCheck(memory)
+    begins = {int(SpotCheck(memory, first.places)._begins[0]) for _ in range(200)}
+    assert begins == {0, 64, 128, 192, 256}
+
+
+def test_a_message_of_a_delta_alone_is_no_update_of_weights_that_were_not_read() -> None:
+    """A receiver that was not told that a delta may follow has read nothing."""
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(server)
+
+    def silent(message: Mapping[str, object]) -> object:
+        body = message["body"]
+        assert isinstance(body, dict)
+        return receiver.handle(
+            {**message, "body": {**body, "delta_follows": False}}
+            if "delta_follows" in body
+            else message
+        )
+
+    with ws.connect(trainer, to=silent, delta="always") as sender:
+        for step in range(3):
+            assert not sent(sender.send_weights())
+            assert equal(trainer, server)
+            change(trainer, step)
