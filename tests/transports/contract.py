@@ -145,6 +145,7 @@ class TransportContract:
             transport.call(FinishRequest(update_id="u1"), timeout_s=10)
         assert type(caught.value) is type(error)
         assert str(error) in str(caught.value)
+        assert "weight_update" not in str(caught.value)  # no call of the user's
         for name in ATTRIBUTES:
             if hasattr(error, name):
                 want = getattr(error, name)

@@ -18,7 +18,10 @@ def through_the_wire(exc: BaseException) -> WeightSyncError:
     document = problem.to_problem(exc)
     with pytest.raises(WeightSyncError) as caught:
         problem.raise_problem(
-            problem.encode_problem(document), status=document.status, peer="http://peer"
+            problem.encode_problem(document),
+            status=document.status,
+            peer="http://peer",
+            call="finish_weight_update",
         )
     return caught.value
 
@@ -53,6 +56,7 @@ def test_a_foreign_error_keeps_type_and_message() -> None:
     arrived = through_the_wire(MemoryError("no room"))
     assert isinstance(arrived, RemoteError)
     assert (arrived.remote_type, arrived.remote_message) == ("MemoryError", "no room")
+    assert str(arrived) == "http://peer: finish_weight_update: the peer raised MemoryError: no room"
 
 
 def test_many_names_are_cut() -> None:
@@ -76,7 +80,7 @@ def test_many_names_are_cut() -> None:
 )
 def test_what_is_no_problem_document_is_quoted(body: bytes) -> None:
     with pytest.raises(RemoteError, match="answered 502, not a problem document") as caught:
-        problem.raise_problem(body, status=502, peer="http://peer")
+        problem.raise_problem(body, status=502, peer="http://peer", call="resume")
     assert caught.value.remote_type == "HTTP 502"
 
 
@@ -84,7 +88,7 @@ def test_what_is_no_problem_document_is_quoted(body: bytes) -> None:
 def test_a_document_cannot_raise_what_is_not_ours(error: str) -> None:
     body = json.dumps({"title": "t", "status": 500, "detail": "d", "error": error}).encode()
     with pytest.raises(RemoteError, match="d"):
-        problem.raise_problem(body, status=500, peer="p")
+        problem.raise_problem(body, status=500, peer="p", call="resume")
 
 
 def test_attributes_that_do_not_belong_are_dropped() -> None:

@@ -364,7 +364,7 @@ class HttpTransport(BaseTransport):
 
     def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
         try:
-            problem.raise_problem(answer, status=status, peer=f"{self._target}: {call}")
+            problem.raise_problem(answer, status=status, peer=self._target, call=call)
         except RemoteError as exc:
             if status in (401, 403):
                 raise AuthError(

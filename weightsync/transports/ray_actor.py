@@ -130,7 +130,7 @@ def result_of(ref: Any, timeout_s: float, target: str, call: str) -> Any:
         ) from exc
     except RayTaskError as exc:
         cause = exc.cause if isinstance(exc.cause, Exception) else exc
-        raise problem.from_problem(problem.to_problem(cause), peer=f"{target}: {call}") from exc
+        raise problem.error_of(problem.to_problem(cause), peer=target, call=call) from exc
     except RayError as exc:  # the actor died, was killed, cannot be placed or was cut off
         raise ConnectError(
             f"{target} went away during {call}: {_one_line(exc)} Start it again, and connect to "
@@ -151,7 +151,7 @@ def _open(answer: object, target: str, call: str) -> Reply:
             raise ProtocolError(
                 f"{target} answered {call} with no problem document: {exc}"
             ) from exc
-        raise problem.from_problem(said, peer=f"{target}: {call}")
+        raise problem.error_of(said, peer=target, call=call)
     if not isinstance(answer, Mapping) or set(answer) != {"reply"}:
         raise ProtocolError(
             f"{target} answered {call} with {answer!r:.200}, not with a reply or a problem; is it "

@@ -92,8 +92,8 @@ def encode_problem(problem: Problem) -> bytes:
     return msgspec.json.encode(problem)
 
 
-def raise_problem(body: bytes, *, status: int, peer: str) -> None:
-    """Raise the error that a failed answer of `peer` describes."""
+def raise_problem(body: bytes, *, status: int, peer: str, call: str) -> None:
+    """Raise the error that a failed answer of `peer` to `call` describes."""
     try:
         problem = msgspec.json.decode(body, type=Problem)
     except msgspec.DecodeError:
@@ -101,11 +101,21 @@ def raise_problem(body: bytes, *, status: int, peer: str) -> None:
         reason = foreign_reason(body)
         told = f": {reason}" if reason else f", not a problem document: {text[:80]!r}"
         raise RemoteError(
-            f"{peer} answered {status}{told}; is this the URL of a weightsync server?",
+            f"{peer}: {call} answered {status}{told}; is this the URL of a weightsync server?",
             remote_type=f"HTTP {status}",
             remote_message=text,
         ) from None
-    raise from_problem(problem, peer=peer)
+    raise error_of(problem, peer=peer, call=call)
+
+
+def error_of(problem: Problem, *, peer: str, call: str) -> WeightSyncError:
+    """Return the error that `peer` describes after `call`.
+
+    The call is named with errors of foreign types alone: it says where in the peer to look. The
+    text of the others is written for the user, who has called `connect` or `send_weights`.
+    """
+    is_foreign = _CLASSES.get(problem.error, RemoteError) is RemoteError
+    return from_problem(problem, peer=f"{peer}: {call}" if is_foreign else peer)
 
 
 class _ForeignReason(msgspec.Struct):
