@@ -203,7 +203,7 @@ class Victim:
         except ws.DeltaError:
             self.send_whole()
             found = targets.of_delta(digest)
-        return found[0], found[2]
+        return found.target, found.memory
 
     def check(self) -> None:
         """Check the guards, and that staged bytes are not in use."""

@@ -177,12 +177,16 @@ class Received:
     """The result of one transfer: tensors, their fingerprints, and the level of verification.
 
     `tied` maps the names of tensors that the sink ties to another one to their fingerprints.
+    `lines_total` is the sum of all lines of what arrived, where the memory cannot be added up later
+    because it holds shards, and a delta may follow; see weightsync.weights.lines. Without it such a
+    receiver takes no delta of these weights.
     """
 
     manifest: Manifest
     fingerprints: list[int] = field(default_factory=list)
     verified: Verification = "none"
     tied: Mapping[str, str] = field(default_factory=dict)
+    lines_total: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

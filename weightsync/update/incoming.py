@@ -55,6 +55,7 @@ class IncomingUpdate:
     manifests: list[Manifest] = field(default_factory=list)
     levels: set[Verification] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
+    lines_total: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.time)
@@ -100,6 +101,8 @@ class IncomingUpdate:
         self.fingerprints += received.fingerprints
         self.levels.add(received.verified)
         self.tied.update(received.tied)
+        # Of one message: several are of no stream whose lines could be added up.
+        self.lines_total = received.lines_total if len(self.manifests) == 1 else None
 
     @property
     def table_digest(self) -> str | None:
@@ -200,6 +203,20 @@ class InUse:
     writes: list[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The weights in use, as what a delta changes: a load target with its layout and memory.
+
+    `total` is the sum of all lines, as this receiver found it itself: in that memory, in what
+    arrived for shards, or in those and the deltas that it applied since. None where not known.
+    """
+
+    target: LoadTarget
+    layout: StreamLayout
+    memory: LineMemory
+    total: int | None
+
+
 _KEPT_SUBSETS = 2
 
 
@@ -217,6 +234,7 @@ class LoadTargets:
         self._held_id: str | None = None
         self._checks: tuple[SpotCheck | None, SpotCheck | None] = (None, None)
         self._places: WeakKeyDictionary[Memory, TensorPlaces] = WeakKeyDictionary()
+        self._total: int | None = None
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
@@ -246,28 +264,40 @@ class LoadTargets:
         """The forms of deltas that the load target of the whole model takes."""
         if self._whole is None or not self._whole[1].takes_deltas:
             return []
-        memory = self._whole[1].memory
-        if memory is not None and memory.shares is not None:
+        if self._holds_shards:
             return ["shards"]
         return ["lines", "values"] if zstd() is not None else ["lines"]
 
-    def catch_up(self) -> None:
-        """Prepare memory for a delta of the whole model, which `of_delta` would do otherwise.
+    @property
+    def _holds_shards(self) -> bool:
+        memory = self._whole[1].memory if self._whole is not None else None
+        return memory is not None and memory.shares is not None
 
-        Not memory of which a user keeps views: only an update overwrites that.
+    @property
+    def takes_next_delta(self) -> bool:
+        """Whether a delta can be applied to the weights of the last commit."""
+        return bool(self.delta_forms) and not (self._holds_shards and self._total is None)
+
+    def catch_up(self) -> None:
+        """Prepare for a delta of the whole model: its memory, and the fingerprint of the base.
+
+        `of_delta` would do that otherwise. Not memory of which a user keeps views: only an update
+        overwrites that.
         """
         whole, layout = self._whole, self._layout
         if whole is None or layout is None or not whole[1].takes_deltas:
             return
         if whole[1].is_unused():
-            whole[1].catch_up(layout)
+            memory = whole[1].catch_up(layout)
+            if memory is not None:
+                self._find_total(memory)
 
-    def of_delta(self, digest: str) -> tuple[LoadTarget, StreamLayout, LineMemory]:
-        """Return the load target of a whole model by its manifest's digest, if it has a base.
+    def of_delta(self, digest: str) -> Base:
+        """Return the base of a delta of a whole model, by its manifest's digest.
 
-        With it come its layout, and its memory, which holds the weights in use. Raises DeltaError
-        where the weights in use are not those of the last commit, as far as can be seen: torch has
-        counted writes, or one line of each tensor shows it.
+        Its memory holds the weights in use. Raises DeltaError where these are not those of the last
+        commit, as far as can be seen: torch has counted writes, or one line of each tensor shows
+        it.
         """
         whole, layout, check = self._whole, self._layout, self._checks[0]
         found = whole is not None and whole[0] == digest and whole[1].takes_deltas
@@ -290,7 +320,16 @@ class LoadTargets:
                 f"other code has changed or discarded {len(changed)} tensors of the weights in use "
                 f"since the last update: {shorten(changed)}; send the whole model"
             )
-        return whole[1], layout, memory
+        return Base(whole[1], layout, memory, self._find_total(memory))
+
+    def _find_total(self, memory: LineMemory) -> int | None:
+        """Return the sum of all lines of the weights in use; added up once for each whole update.
+
+        None for shards, unless their stream was added up when it arrived.
+        """
+        if self._total is None and memory.proves_base:
+            self._total = memory.total()
+        return self._total
 
     def check_follows(self, targets: Sequence[LoadTarget]) -> None:
         """Read a line of each tensor of these targets, for `of_delta`. Called before the commit."""
@@ -303,9 +342,18 @@ class LoadTargets:
         self._places[memory] = check.places
         self._checks = self._checks[0], check
 
-    def committed(self, targets: Sequence[LoadTarget], weights_id: str) -> None:
-        """Note which weights are in use now, and which targets were written for them."""
-        self._held_id = weights_id if self._is_whole(targets) else None
+    def committed(
+        self, targets: Sequence[LoadTarget], weights_id: str, lines_total: int | None = None
+    ) -> None:
+        """Note which weights are in use now, and which targets were written for them.
+
+        `lines_total` is the sum of all lines of what arrived, where that is known.
+        """
+        whole = self._is_whole(targets)
+        self._held_id = weights_id if whole else None
+        self._total = lines_total if whole else None
+        if whole and isinstance(targets[0], DeltaTarget):
+            self._total = targets[0].fingerprint
         self._checks = self._checks[1], None
 
     def discarded(self) -> None:
@@ -386,7 +434,7 @@ class LoadTargets:
             self.apply = "in_place"
             load_target = self._sink.open_target(layout, self.apply)
         if whole:
-            self._whole, self._layout = (digest, load_target), layout
+            self._whole, self._layout, self._total = (digest, load_target), layout, None
         else:
             self._subsets[digest] = load_target
             while len(self._subsets) > _KEPT_SUBSETS:

@@ -412,6 +412,7 @@ class UpdateTransaction:
             verify=self._verify and begun.delta is None,
             manifest=begun.manifest,
             delta=begun.delta,
+            delta_follows=self._delta is not None,
             payload=payload,
             registered=True,
         )

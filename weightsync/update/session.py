@@ -37,6 +37,7 @@ from weightsync.update.lifecycle import (
     new_update_id,
 )
 from weightsync.update.senders import FleetClaims, Senders
+from weightsync.weights.checksums import to_hex
 from weightsync.weights.delta import DeltaTarget
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import warm_up
@@ -473,7 +474,7 @@ class ReceiverSession:
                     state = self._commit(incoming, request)
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
-                if self.load_targets.delta_forms:
+                if self.load_targets.takes_next_delta:
                     reply = structs.replace(reply, delta_base=self.lifecycle.weights_id)
                 duration_s = time.perf_counter() - incoming.started
                 fleet = self._fleet_record(request)
@@ -533,7 +534,9 @@ class ReceiverSession:
         incoming.timed("swap", started)
         with self.lock:
             self.lifecycle.finish(incoming.update_id)
-            self.load_targets.committed(incoming.load_targets, self.lifecycle.weights_id)
+            self.load_targets.committed(
+                incoming.load_targets, self.lifecycle.weights_id, incoming.lines_total
+            )
             self._claims.committed(incoming.sender, partial=incoming.partial)
             if request.weight_version is not None:
                 self.lifecycle.label = request.weight_version
@@ -585,20 +588,27 @@ class ReceiverSession:
     ) -> Received:
         """Apply a delta to the weights in use, or to the memory that is used next.
 
-        Raises DeltaError where these are not the weights that it builds on.
+        Raises DeltaError where these are not the weights that it builds on: others by their id, or
+        by their fingerprint, since the id is the sender's word alone.
         """
         offered, lifecycle = self.senders.manifest(info.sender), self.lifecycle
-        base = None if lifecycle.torn_by else terms.bases.get(lifecycle.weights_id)
-        if offered is None or base is None or incoming.manifests:
+        announced = None if lifecycle.torn_by else terms.bases.get(lifecycle.weights_id)
+        if offered is None or announced is None or incoming.manifests:
             held = lifecycle.weights_id or "none of a sender"
             raise DeltaError(
                 f"this receiver holds the weights {held}{' (TORN)' if lifecycle.torn_by else ''}, "
                 f"and the delta builds on {', '.join(terms.bases) or 'none'}; send the whole model"
             )
-        load_target, layout, memory = self.load_targets.of_delta(offered.digest)
-        delta = DeltaTarget(load_target, memory, base)
+        base = self.load_targets.of_delta(offered.digest)
+        if base.total != int(announced, 16):
+            own = "an unknown fingerprint" if base.total is None else to_hex(base.total)
+            raise DeltaError(
+                f"the weights {lifecycle.weights_id} have {own} here, and {announced} for the "
+                "sender: they are not the same; send the whole model"
+            )
+        delta = DeltaTarget(base.target, base.memory, announced)
         context = self._load_context(incoming)
-        context = replace(context, open_target=lambda _: incoming.use(delta, layout))
+        context = replace(context, open_target=lambda _: incoming.use(delta, base.layout))
         engine = self.senders.start_update(info.sender)
         engine.receive_weights(info, context)
         return Received(offered, [delta.result()], self.sink.verification)

@@ -177,6 +177,15 @@ def _kernels_of(device: torch.device) -> ModuleType | None:
     return found
 
 
+def total_of(flat: torch.Tensor, first: int) -> int:
+    """Return the sum of the lines of `uint8[64 * n]`, the first of which is number `first`."""
+    compiled: Any = kernels()
+    if compiled is None or flat.device != _HOST or flat.data_ptr() % 8:
+        return int(line_sums(flat, first).sum()) & MASK
+    address, count = np.uint64(flat.data_ptr()), np.uint64(flat.numel() // LINE)
+    return int(compiled.sum_range(address, np.uint64(first), count))
+
+
 def line_sums(flat: torch.Tensor, first: int) -> torch.Tensor:
     """Return the sums (`int64[n]`) of `uint8[64 * n]`, whose first line is number `first`."""
     if flat.data_ptr() % 8 or flat.storage_offset() % 8:
@@ -707,6 +716,11 @@ class LineMemory:
                 else:
                     total += int(line_sums(part, begin).sum())
         return total & MASK
+
+    def total(self) -> int:
+        """Return the sum of all lines as they are in memory now: the fingerprint of the stream."""
+        firsts = range(0, self.lines, _GROUP_LINES)
+        return sum(self.sum_of(at, min(_GROUP_LINES, self.lines - at)) for at in firsts) & MASK
 
     def copy_from(self, other: LineMemory, marks: Marks | None) -> None:
         """Copy at least the marked lines of a memory of the same layout, None: all of them."""

@@ -113,7 +113,8 @@ class RegisteredUpdate(Message, frozen=True, kw_only=True):
     """Update whose bytes use memory that `init` registered; `payload` is for the backend alone.
 
     `epoch` grows with each message of a sender that is no retry. `manifest` is given when other
-    tensors than the registered ones are sent, as the packets of a `delta` are.
+    tensors than the registered ones are sent, as the packets of a `delta` are. `delta_follows` says
+    that a delta of these weights may follow, so that a receiver of shards adds up what arrives.
     """
 
     sender: Name
@@ -121,6 +122,7 @@ class RegisteredUpdate(Message, frozen=True, kw_only=True):
     verify: bool = True
     manifest: ManifestMessage | None = None
     delta: DeltaTerms | None = None
+    delta_follows: bool = False
     payload: Any = None
     registered: Literal[True]
 

@@ -27,6 +27,7 @@ from weightsync.shm.wait import SPIN_S
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights import arena
+from weightsync.weights.checksums import MASK
 from weightsync.weights.copy_plan import (
     CopyPlan,
     DeviceCopyUnit,
@@ -37,6 +38,7 @@ from weightsync.weights.copy_plan import (
 from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.fused import FusedUnit, bucket_reader, fuse, hashers
 from weightsync.weights.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
+from weightsync.weights.lines import LINE, LineMemory, total_of
 from weightsync.weights.packer import bucket_views
 from weightsync.weights.sink import LoadTarget, Verification, own_storage, refuse_kept, uses
 from weightsync.wire.codec import decode_payload, manifest_from_wire
@@ -253,6 +255,7 @@ class IncomingTransfer:
         self._context = context
         self._control = opened.control
         self._fingerprints: list[int] = []
+        self._lines_total: int | None = None
         self._wrong: list[CopyUnit] = []
         self._checked_at = 0.0  # the sender may have died while its message waited for its turn
         ring_update = self._ring_update = decode_payload(info.payload, RingUpdate)
@@ -277,13 +280,20 @@ class IncomingTransfer:
         """Load the tensors, compare the fingerprints, and return the result."""
         self._await_epoch()
         load_target = self._context.open_target(self._layout)
+        if self._info.delta_follows and load_target.takes_deltas and _has_shards(load_target):
+            self._lines_total = 0
         if self._ring_update.packed:
             self._through_ring(load_target)
         else:
             self._from_storages(load_target)
         if self._wrong:
             raise VerificationError(names=self._wrong_names())
-        return Received(self._layout.manifest, self._fingerprints, self._level(load_target))
+        return Received(
+            self._layout.manifest,
+            self._fingerprints,
+            self._level(load_target),
+            lines_total=self._lines_total,
+        )
 
     def _await_epoch(self) -> None:
         """Wait until the ring is at this update: a relayed ring may be later than its readers.
@@ -319,6 +329,7 @@ class IncomingTransfer:
             elif copy_plans:
                 self._context.mark_dirty()
                 self._run(copy_plans[j], units, expected)
+                self._add_up(self._opened.buckets[bucket], chunk)
             self._reader.release(j)
         if feeder:
             self._context.mark_dirty()  # where all tensors are empty, no chunk has called it
@@ -345,8 +356,16 @@ class IncomingTransfer:
             got = self._each(copy_plans)
             _settle(copy_plans)
             self._compare(self._layout.units, got, self._published_table())
+            if self._lines_total is not None:
+                self._lines_total = LineMemory(self._layout, registered).total()
         if self._control.epoch != self._ring_update.epoch:
             raise TransferError("the sender began another update while this one was read")
+
+    def _add_up(self, bucket: torch.Tensor, chunk: Chunk) -> None:
+        """Add the lines of a chunk to their total, where it is wanted."""
+        if self._lines_total is not None:
+            lines = bucket[: chunk.stop - chunk.start]
+            self._lines_total = self._lines_total + total_of(lines, chunk.start // LINE) & MASK
 
     def _feeder(self, load_target: LoadTarget) -> HookFeeder:
         """Return the feeder of a hook, with memory for large tensors allocated."""
@@ -479,6 +498,10 @@ class IncomingTransfer:
                 raise TransferError("the sender has ended this update")
             if not self._control.segment.owner_alive():
                 raise SegmentError("the sender died in the middle of the update")
+
+
+def _has_shards(load_target: LoadTarget) -> bool:
+    return load_target.memory is not None and load_target.memory.shares is not None
 
 
 def _pin_for(memory: Memory, ring: OpenMemory) -> None:
