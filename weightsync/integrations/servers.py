@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from weightsync.errors import (
     AuthError,
@@ -45,10 +45,13 @@ _FILES_TIMES = 5
 _LOADING = (502, 503, 504)
 """Statuses of a proxy whose server does not listen yet, and of a server that loads its model."""
 _PAUSE_S = 0.3
+_LEAST_S = 0.1
+"""What a request has where the time of a target is used up: enough for a server that answers."""
 
 logger = logging.getLogger(__name__)
 
 Engine = Literal["vllm", "sglang"]
+_ENGINES = get_args(Engine)
 
 
 def read_target(target: str) -> tuple[str, Engine | None]:
@@ -94,26 +97,37 @@ class ServerTransports:
         """Return the transports for a URL: several for a vLLM server of several workers.
 
         A server that does not answer yet is waited for, for `wait_s`. Called from several threads
-        at once. Raises TransportTimeout for a server that accepts a
-        connection and does not answer within `timeout_s`.
+        at once. All requests together take `timeout_s` at most. Raises TransportTimeout for a
+        server that accepts a connection and does not answer within that time, or whose name is not
+        resolved; ConnectError where no connection could be made within it; AuthError for a server
+        of no known kind that refuses the token.
         """
         token, trust = self._token, self._verify_tls
         url, engine = read_target(target)
         if wait_s:
             _await(url, verify_tls=trust, wait_s=wait_s)
-        if engine is None and not _is_ours(url, token, verify_tls=trust, timeout_s=self._timeout_s):
-            engine = find_engine(url, token, trust, min(_PROBE_S, self._timeout_s))
+        deadline = time.monotonic() + self._timeout_s
+        if engine is None:
+            refused = _refusal(url, token, verify_tls=trust, timeout_s=self._timeout_s)
+            if refused is not None:
+                left_s = max(deadline - time.monotonic(), _LEAST_S)
+                engine = find_engine(url, token, trust, min(_PROBE_S, left_s / len(_ENGINES)))
+            if engine is None and isinstance(refused, AuthError):
+                raise refused
         if engine == "vllm":
-            return self._vllm(url)
+            return self._vllm(url, deadline)
         if engine == "sglang":
             return [self._sglang(SglangTarget.parse(target) or SglangTarget(url=url))]
         return [HttpTransport(url, token, verify_tls=trust)]
 
-    def _vllm(self, url: str) -> Sequence[Transport]:
+    def _vllm(self, url: str, deadline: float) -> Sequence[Transport]:
         control = VllmHttpControl(url, self._token, verify_tls=self._verify_tls)
-        timeout_s = min(_GREETING_S, self._timeout_s)
-        control.greet(timeout_s=timeout_s)
-        return worker_transports(control, timeout_s=timeout_s)
+
+        def left_s() -> float:
+            return min(_GREETING_S, max(deadline - time.monotonic(), _LEAST_S))
+
+        control.greet(timeout_s=left_s())
+        return worker_transports(control, timeout_s=left_s())
 
     def _sglang(self, target: SglangTarget) -> Transport:
         with self._lock:
@@ -152,20 +166,33 @@ def _await(url: str, *, verify_tls: bool | str, wait_s: float) -> None:
             time.sleep(_PAUSE_S)
 
 
-def _is_ours(url: str, token: str | None, *, verify_tls: bool | str, timeout_s: float) -> bool:
-    """Whether the server has our `weight_info`: a user's app may also have routes of other engines.
+def _refusal(
+    url: str, token: str | None, *, verify_tls: bool | str, timeout_s: float
+) -> WeightSyncError | None:
+    """Return the error of a server that is of another kind; None where it has our `weight_info`.
 
-    True where the server cannot be reached: the transport's first call then raises the error.
+    A user's app may also have routes of other engines. None, too, for a server that refuses
+    connections: the transport's first call then raises that. What took the time of a call is
+    raised at once, since that call would take it again.
     """
     probe = HttpTransport(url, token, verify_tls=verify_tls)
     try:
         probe.call(StatusRequest(), timeout_s=timeout_s)
     except TransportTimeout:
         raise
-    except (AuthError, ProtocolError, RemoteError):
-        return False  # a server of another kind
-    except WeightSyncError:
-        return True
+    except (AuthError, ProtocolError, RemoteError) as exc:
+        return exc
+    except WeightSyncError as exc:
+        if _took_its_time(exc):
+            raise
+        return None
     finally:
         probe.close()
-    return True
+    return None
+
+
+def _took_its_time(error: BaseException | None) -> bool:
+    """Whether an error comes of a connection that was not made in time."""
+    while error is not None and not isinstance(error, TimeoutError):
+        error = error.__cause__
+    return error is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
 from typing import Protocol
 
-from weightsync.errors import ConnectError
+from weightsync.errors import AuthError, ConnectError, WeightSyncError
 from weightsync.wire.messages import Reply, Request
 
 
@@ -23,6 +25,9 @@ class Transport(Protocol):
       all of its workers. When one of them does not reply, the sender calls none of them any more.
     - `expand(paths)`, where the target may stand for several receivers: returns a transport to
       each, by its path below this target. The sender closes them like any other.
+    - `check_access(timeout_s)`: raises AuthError where the receiver refuses this transport's token,
+      and changes nothing. The sender calls it when another receiver cannot be reached, whose error
+      would hide that.
     - `whole`, for a worker of a server that lists its workers itself: the transport to that
       server, which has `expand` and `paths`. After a restart with other workers the sender
       connects to those. It closes `whole` after the workers' transports.
@@ -54,6 +59,24 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connections; may be called twice. Calls afterwards raise ConnectError."""
+
+
+def first_refusal(transports: Iterable[Transport], timeout_s: float) -> AuthError | None:
+    """Return the error of the first receiver that refuses its transport's token, None for none.
+
+    All calls together take `timeout_s` at most. Other errors are ignored.
+    """
+    deadline = time.monotonic() + timeout_s
+    for transport in transports:
+        check, left_s = getattr(transport, "check_access", None), deadline - time.monotonic()
+        if check is not None and left_s > 0:
+            try:
+                check(left_s)
+            except AuthError as exc:
+                return exc
+            except WeightSyncError:
+                continue
+    return None
 
 
 class BaseTransport:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from importlib import import_module
 from typing import Protocol
 
-from weightsync.errors import ConfigError
-from weightsync.transports.base import Transport
+from weightsync.errors import ConfigError, TransportError
+from weightsync.transports.base import Transport, first_refusal
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 from weightsync.transports.tokens import check_token_type
@@ -28,6 +28,9 @@ class LocalReceiver(Protocol):
 
     def handle(self, message: Mapping[str, object]) -> dict[str, object]: ...
 
+
+_REFUSAL_SHARE = 0.2
+"""The part of `timeout_s` that targets have to refuse a token, after another was silent."""
 
 Target = str | Callable[..., object] | Transport | LocalReceiver
 Targets = Target | Iterable[Target]
@@ -61,8 +64,10 @@ class TransportFactory:
 
         A server that does not answer yet is waited for, for `wait_s`.
 
-        Raises ConfigError for a target of an unknown kind, TransportTimeout for a server that does
-        not answer. After an error no transport stays open.
+        Raises ConfigError for a target of an unknown kind, AuthError for a server that refuses the
+        token, TransportTimeout for a server that does not answer. An error that waiting longer
+        would not change is raised at once, and in preference to a TransportError. After an error no
+        transport stays open.
         """
         targets = targets_of(to, "to=")
         futures: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
@@ -70,14 +75,13 @@ class TransportFactory:
         for target, future in zip(targets, futures, strict=True):
             threads.submit(partial(self._transports, target, wait_s), future)
         threads.close()
-        wait(futures)
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        made = [t for future in futures if future.exception() is None for t in future.result()]
-        if errors:
-            for transport in made:
-                transport.close()
-            raise errors[0]
-        return made
+        try:
+            _raise_first(futures, _REFUSAL_SHARE * self._timeout_s)
+        except BaseException:
+            for future in futures:
+                future.add_done_callback(_close_made)  # at once, or when it is made
+            raise
+        return [transport for future in futures for transport in future.result()]
 
     def one(self, target: object) -> Transport:
         """Return the transport to one receiver. Raises ConfigError where there are several."""
@@ -105,6 +109,30 @@ class TransportFactory:
                 )
                 self._addresses = made
         return self._addresses.transports(target, wait_s=wait_s)
+
+
+def _raise_first(futures: Sequence[Future[Sequence[Transport]]], timeout_s: float) -> None:
+    """Wait for all; raise the first error, but a definite one before a TransportError.
+
+    Before that is raised, the other targets have `timeout_s` to refuse their token.
+    """
+    left = set(futures)
+    while left:
+        done, left = wait(left, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            error = future.exception() if future in done else None
+            if error is not None and not isinstance(error, TransportError):
+                raise error
+    failed = [error for future in futures if (error := future.exception()) is not None]
+    if failed:
+        made = [future.result() for future in futures if future.exception() is None]
+        raise first_refusal([t for each in made for t in each], timeout_s) or failed[0]
+
+
+def _close_made(future: Future[Sequence[Transport]]) -> None:
+    if future.exception() is None:
+        for transport in future.result():
+            transport.close()
 
 
 def targets_of(to: Targets, argument: str) -> list[Target]:

@@ -30,6 +30,7 @@ from weightsync.errors import (
     RemoteError,
     TransportTimeout,
 )
+from weightsync.shm.addresses import ResolveTimeout, resolve
 from weightsync.transports.base import BaseTransport
 from weightsync.transports.tokens import (
     TOKEN_VARIABLE,
@@ -38,7 +39,7 @@ from weightsync.transports.tokens import (
     token_from_environment,
 )
 from weightsync.wire import codec, problem
-from weightsync.wire.messages import CALL_OF, Reply, Request, StatusRequest
+from weightsync.wire.messages import CALL_OF, AbortRequest, Reply, Request, StatusRequest
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +57,23 @@ class _Connection(http.client.HTTPConnection):
     Of two small segments, Nagle's algorithm would hold the second until a delayed ACK.
     """
 
+    auto_open = 0
     _held: list[Any] | None = None
     stale = False
     """Whether it was idle before this request, and nothing of the answer has arrived yet."""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float) -> None:
-        super().__init__(host, port, timeout=timeout_s)
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        super().__init__(host, port)
         self._tls = tls
         if tls is not None:  # the port that is left out of the Host header
             self.default_port = http.client.HTTPS_PORT
 
-    def connect(self) -> None:
-        super().connect()
+    def open(self, deadline: float) -> None:
+        """Connect before `deadline`, the look-up of the name and the TLS handshake included."""
+        self.sock = _connected(self.host, self.port, deadline)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
+            self.sock.settimeout(_left_s(deadline))
             self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
 
     def request(self, *args: Any, **kwargs: Any) -> None:
@@ -112,6 +117,38 @@ class _Connection(http.client.HTTPConnection):
         return bool(poll.poll(0))
 
 
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """Return a socket that is connected to one of the addresses of `host`.
+
+    Raises ResolveTimeout, and the first OSError where no address can be reached.
+    """
+    addresses = resolve(host, port, timeout_s=_left_s(deadline))
+    errors: list[OSError] = []
+    for tried, (family, address) in enumerate(addresses):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # An address that does not answer leaves the others their share of the time.
+            sock.settimeout(_left_s(deadline) / (len(addresses) - tried))
+            sock.connect(address)
+        except OSError as exc:
+            sock.close()
+            errors.append(exc)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise errors[0]
+
+
+def _left_s(deadline: float) -> float:
+    """Return the seconds until `deadline`. Raises TimeoutError after it."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
+
+
 class _UntilDeadline(io.RawIOBase):
     """Reads `raw`, the stream of `sock`; raises TimeoutError after `deadline`, bytes or not."""
 
@@ -124,10 +161,7 @@ class _UntilDeadline(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left_s)
+        self._sock.settimeout(_left_s(self._deadline))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -177,13 +211,15 @@ class _ConnectionPool:
 
         A request that a stale connection did not answer is sent once more, on a new one; `on_try`
         is called before each. Raises ConnectError where no connection can be made, ssl.SSLError,
-        TimeoutError when the answer does not come in time, OSError and http.client.HTTPException
-        when the connection breaks, and ProtocolError for an answer longer than `max_nbytes`.
+        ResolveTimeout when the name is not resolved in time, TimeoutError when the answer does not
+        come in time, OSError and http.client.HTTPException when the connection breaks, and
+        ProtocolError for an answer longer than `max_nbytes`.
         """
+        deadline = time.monotonic() + timeout_s
 
         def send(connection: _Connection) -> tuple[int, bytes]:
-            deadline = time.monotonic() + timeout_s
             try:
+                connection.sock.settimeout(_left_s(deadline))
                 found = connection.exchange(
                     path, body, headers, deadline=deadline, max_nbytes=max_nbytes
                 )
@@ -195,7 +231,7 @@ class _ConnectionPool:
             return found
 
         on_try()
-        connection = self._take_idle(timeout_s)
+        connection = self._take_idle()
         if connection is not None:
             try:
                 return send(connection)
@@ -204,7 +240,7 @@ class _ConnectionPool:
                     raise
             _close_all(self._idle)
             on_try()
-        return send(self._connect(timeout_s))
+        return send(self._connect(deadline))
 
     def close(self) -> None:
         """With the last user: close idle connections; those in use close after their call."""
@@ -213,30 +249,27 @@ class _ConnectionPool:
         if self._users == 0:
             _close_all(self._idle)
 
-    def _take_idle(self, timeout_s: float) -> _Connection | None:
+    def _take_idle(self) -> _Connection | None:
         while self._idle:
             try:
                 connection = self._idle.pop()
             except IndexError:  # another thread took it
                 break
             if not connection.has_hung_up():
-                connection.sock.settimeout(timeout_s)
                 return connection
             connection.close()
         return None
 
-    def _connect(self, timeout_s: float) -> _Connection:
-        connection = _Connection(
-            self._host, self._port, self._tls, min(timeout_s, CONNECT_TIMEOUT_S)
-        )
+    def _connect(self, deadline: float) -> _Connection:
+        connection = _Connection(self._host, self._port, self._tls)
         try:
-            connection.connect()
-            connection.sock.settimeout(timeout_s)
+            connection.open(min(deadline, time.monotonic() + CONNECT_TIMEOUT_S))
         except BaseException as exc:
             # A server that is connected and silent in the TLS handshake did not answer in time.
             reached = connection.sock is not None and isinstance(exc, TimeoutError)
             connection.close()
-            if isinstance(exc, OSError) and not isinstance(exc, ssl.SSLError) and not reached:
+            kept = reached or isinstance(exc, ssl.SSLError | ResolveTimeout)
+            if isinstance(exc, OSError) and not kept:
                 raise ConnectError(str(exc)) from exc
             raise
         return connection
@@ -325,6 +358,16 @@ class HttpTransport(BaseTransport):
         if not 200 <= status < 300:
             self._refuse(call, status, answer)
 
+    def check_access(self, timeout_s: float) -> None:
+        """Raise AuthError where the server refuses the token; changes nothing.
+
+        The request has a body that no call accepts, and a server checks the token before the body.
+        """
+        call = CALL_OF[AbortRequest]
+        status, answer = self._exchange(call, b"{", timeout_s)
+        if status in (401, 403):
+            self._refuse(call, status, answer)
+
     def get(
         self, path: str, *, timeout_s: float, max_nbytes: int = MAX_REPLY_NBYTES
     ) -> tuple[int, bytes]:
@@ -396,6 +439,8 @@ class HttpTransport(BaseTransport):
             raise ConnectError(
                 f"{self._target} cannot be reached: {exc}; is the server running?"
             ) from exc
+        except ResolveTimeout as exc:
+            raise TransportTimeout(f"{self._target} was not sent {call}: {exc}") from exc
         except TimeoutError as exc:
             raise TransportTimeout(
                 f"{self._target} did not answer {call} within {timeout_s:g} s; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.report import ReceiverReport, SyncReport
+from weightsync.shm.addresses import resolve
 from weightsync.transports.base import Transport
 from weightsync.transports.polled import POLL_S
 from weightsync.wire import codec
@@ -389,6 +389,6 @@ def _address_of(target: str) -> str | None:
     if host is None:
         return None
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(resolve(host)[0][1][0])
     except (OSError, UnicodeError):
         return None

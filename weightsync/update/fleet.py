@@ -555,10 +555,15 @@ def failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
 
 
 def raise_first(answers: Sequence[MemberReply]) -> None:
-    """Raise the first error, with a note for each other member that failed."""
+    """Raise the first error, with a note for each other member that failed.
+
+    A TransportError only where there is no other: an error that a receiver gave says more than
+    that another receiver cannot be reached.
+    """
     errors = [answer.error for answer in answers if answer.error is not None]
     if not errors:
         return
+    errors.sort(key=lambda error: isinstance(error, TransportError))
     for other in errors[1:]:
         errors[0].add_note(f"and {other}")
     raise errors[0]

@@ -15,7 +15,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.ranks.commands import CheckMoved
-from weightsync.transports.base import Transport
+from weightsync.transports.base import Transport, first_refusal
 from weightsync.update.fleet import (
     LOST_ERRORS,
     Fleet,
@@ -42,6 +42,8 @@ from weightsync.wire.messages import AbortRequest, FinishRequest, Status, Status
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_REFUSAL_SHARE = 0.2
+"""The part of the fleet's timeout that members have to refuse a token, after others failed."""
 MAX_PENDING = 256
 """Number of removed members whose unconfirmed requests are kept; most never return."""
 
@@ -326,10 +328,25 @@ class Membership:
 
     def _without_lost(self, answers: Sequence[MemberReply], *, drops: bool) -> list[MemberReply]:
         """Drop members without a status, with `drops`. Raises the first error that remains."""
+        if failures(answers) and not drops:
+            self._raise_refusal(answers)
+            raise_first(answers)
         self._drop_unreachable(answers, drops=drops, kinds=LOST_ERRORS)
         staying = [answer for answer in answers if answer.member in self._fleet.members]
         raise_first(staying)
         return staying
+
+    def _raise_refusal(self, answers: Sequence[MemberReply]) -> None:
+        """Raise AuthError where a member that was reached refuses the token.
+
+        A status needs none, and the error of a member that was not reached would hide it.
+        """
+        reached = [answer.member for answer in answers if answer.error is None]
+        refusal = first_refusal(
+            [member.transport for member in reached], _REFUSAL_SHARE * self._fleet.timeout_s
+        )
+        if refusal is not None:
+            raise refusal
 
     def _query_servers(
         self, servers: Sequence[Server], answers: Sequence[MemberReply]

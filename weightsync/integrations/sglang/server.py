@@ -27,6 +27,7 @@ from weightsync.integrations.pause_watch import PauseWatch
 from weightsync.integrations.sglang.files import WeightDirectory, read_manifest
 from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.receiver import WeightReceiver
+from weightsync.shm.addresses import resolve
 from weightsync.transports.base import BaseTransport
 from weightsync.transports.http import json_object
 from weightsync.wire.messages import (
@@ -490,10 +491,10 @@ def _check_host(url: str) -> None:
     """Raise ConfigError unless the server is on this host, where it sees our shared memory."""
     host = urlsplit(url).hostname or ""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        found = resolve(host)
     except OSError as exc:
         raise ConnectError(f"{url}: its host is unknown here: {exc}") from exc
-    if not any(_is_ours(family, address) for family, _, _, _, address in found):
+    if not any(_is_ours(family, address) for family, address in found):
         raise ConfigError(
             f"{url} is on another host, and weights reach SGLang through files; name a directory "
             f"that both hosts see under the same path: {SCHEME}{url}?directory=/shared/path"
