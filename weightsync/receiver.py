@@ -198,6 +198,9 @@ class WeightReceiver:
         block; that stream must wait for other streams that the step used. Raises
         NotReadyError when the weights are torn, or when an update holds them for longer than
         `timeout_s`.
+
+        An update waits for the block, for `timeout_s` of its sender at most. Do not send to this
+        receiver inside the block: that is refused with a TransferError.
         """
         with self._session.reading(timeout_s) as version:
             yield version

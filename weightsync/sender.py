@@ -69,7 +69,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import dtype_name, spec_of
 from weightsync.tracebacks import concise, shortened
 from weightsync.transports.base import Transport
-from weightsync.transports.calls import exit_left_s, exiting
+from weightsync.transports.calls import exit_left_s, exiting, waited_for_by
 from weightsync.transports.factory import (
     Target,
     Targets,
@@ -456,7 +456,13 @@ class WeightSender:
         else:
             flight = _InFlight("asend_weights", logs=False)
             self.last_send = flight.future
-            flight.start(lambda: self._send_weights(version, label, rewind, trace, flight.stop))
+            task = asyncio.current_task()
+
+            def send() -> SyncReport:
+                with waited_for_by((task,)):
+                    return self._send_weights(version, label, rewind, trace, flight.stop)
+
+            flight.start(send)
         sending = asyncio.wrap_future(flight.future)
         try:
             return await asyncio.shield(sending)

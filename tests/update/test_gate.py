@@ -79,7 +79,7 @@ def test_a_hold_that_times_out_lets_all_go_on(
     gate: ReadWriteGate, pool: ThreadPoolExecutor
 ) -> None:
     with gate.reading(WAIT_S):
-        with pytest.raises(TransferTimeout, match="1 decode steps did not end"):
+        with pytest.raises(TransferTimeout, match="1 decode step did not end"):
             pool.submit(gate.hold, SHORT_S).result(WAIT_S)
         assert not gate.held
         assert pool.submit(enter, gate).result(WAIT_S)
@@ -177,7 +177,7 @@ def test_steps_that_cannot_be_stopped_fail_the_hold_and_are_not_released() -> No
 
 def test_a_hold_that_waits_in_vain_releases_steps_elsewhere(pool: ThreadPoolExecutor) -> None:
     steps = Steps()
-    late = pytest.raises(TransferTimeout, match="1 decode steps did not end")
+    late = pytest.raises(TransferTimeout, match="1 decode step did not end")
     with steps.gate.reading(WAIT_S), late:
         pool.submit(steps.gate.hold, SHORT_S).result(WAIT_S)
     assert steps.said == [("hold", False), ("release", False)]

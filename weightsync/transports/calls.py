@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_Work = tuple[Callable[[], T], Future[T], tuple[object, ...]]
+"""A call, the future of its result, and who waits for it."""
 
 LOOK_S = 0.05
 """Seconds between two checks of the calls in flight."""
@@ -24,6 +26,29 @@ _EXIT_REPLY_S = 0.1
 _exit_deadline: float | None = None
 
 
+_callers = threading.local()
+
+
+def waiting_callers() -> tuple[object, ...]:
+    """Return the callers that wait for what this thread does now, this thread included.
+
+    These are threads, and tasks of asyncio.
+    """
+    others: tuple[object, ...] = getattr(_callers, "waiting", ())
+    return (threading.current_thread(), *others)
+
+
+@contextmanager
+def waited_for_by(callers: tuple[object, ...]) -> Iterator[None]:
+    """Run the block in this thread on behalf of threads and tasks that wait for it."""
+    before = getattr(_callers, "waiting", ())
+    _callers.waiting = callers
+    try:
+        yield
+    finally:
+        _callers.waiting = before
+
+
 class CallThreads(Generic[T]):
     """A pool of daemon threads for calls. Interpreter exit does not wait for them.
 
@@ -31,7 +56,7 @@ class CallThreads(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._idle: deque[SimpleQueue[tuple[Callable[[], T], Future[T]] | None]] = deque()
+        self._idle: deque[SimpleQueue[_Work[T] | None]] = deque()
         self._closed = False
 
     def submit(self, call: Callable[[], T], future: Future[T]) -> None:
@@ -44,11 +69,11 @@ class CallThreads(Generic[T]):
         try:
             inbox = self._idle.pop()
         except IndexError:
-            inbox = SimpleQueue()
+            inbox = SimpleQueue[_Work[T] | None]()
             threading.Thread(
                 target=self._run, args=(inbox,), name="weightsync-call", daemon=True
             ).start()
-        inbox.put((call, future))
+        inbox.put((call, future, waiting_callers()))
 
     def close(self) -> None:
         """End idle threads; the others end after their call."""
@@ -57,11 +82,12 @@ class CallThreads(Generic[T]):
             with suppress(IndexError):  # another thread took it
                 self._idle.pop().put(None)
 
-    def _run(self, inbox: SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) -> None:
+    def _run(self, inbox: SimpleQueue[_Work[T] | None]) -> None:
         while (work := inbox.get()) is not None:
-            call, future = work
+            call, future, callers = work
             try:
-                answer = call()
+                with waited_for_by(callers):
+                    answer = call()
             except BaseException as exc:  # noqa: BLE001 # raised by Future.result
                 self._set_idle(inbox)
                 with suppress(InvalidStateError):
@@ -72,9 +98,9 @@ class CallThreads(Generic[T]):
                 with suppress(InvalidStateError):
                     future.set_result(answer)
                 del answer
-            del call, future, work
+            del call, future, callers, work
 
-    def _set_idle(self, inbox: SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) -> None:
+    def _set_idle(self, inbox: SimpleQueue[_Work[T] | None]) -> None:
         """Offer a thread for the next call. Before its result is set: who waits calls at once."""
         self._idle.append(inbox)
         if self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 
 from weightsync.cuda.wait import Marks
 from weightsync.errors import NotReadyError, TransferError, TransferTimeout
+from weightsync.transports.calls import waiting_callers
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +24,25 @@ OnHold = Callable[[float], None]
 OnRelease = Callable[[], None]
 
 
+def _here() -> frozenset[object]:
+    """Return this thread, and the asyncio task that it runs now."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        task = None
+    thread = threading.current_thread()
+    return frozenset([thread] if task is None else [thread, task])
+
+
 @dataclass(slots=True, eq=False)
 class _ReadScope:
-    """One reader, and its nested blocks. It is active while it has any."""
+    """One reader, and its nested blocks. It is active while it has any.
+
+    `owners` are the thread and the asyncio task that entered the first of them.
+    """
 
     blocks: set[object] = field(default_factory=set)
+    owners: frozenset[object] = field(default_factory=_here)
 
 
 class ReadWriteGate:
@@ -95,8 +111,10 @@ class ReadWriteGate:
     def hold(self, timeout_s: float) -> None:
         """Block readers and wait until none is active, at most `timeout_s` seconds.
 
-        Raises TransferError, after which readers are not blocked any more.
+        Raises TransferError, after which readers are not blocked any more: TransferTimeout, or at
+        once where an active reader waits for what this call is part of.
         """
+        self._refuse_to_wait_for_callers()
         started = time.perf_counter()
         self._stop_steps(timeout_s)
         try:
@@ -117,10 +135,23 @@ class ReadWriteGate:
                 f"the kernels of the last decode step did not end within {timeout_s:g} s; look at "
                 "the GPU"
             )
+        steps = "1 decode step" if inside == 1 else f"{inside} decode steps"
         raise TransferTimeout(
-            f"{inside} decode steps did not end within {timeout_s:g} s; is "
-            "reading() held around more than one step?"
+            f"{steps} did not end within {timeout_s:g} s; is reading() held around more than one "
+            "step?"
         )
+
+    def _refuse_to_wait_for_callers(self) -> None:
+        """Raise TransferError where a reader in this process waits for this call."""
+        callers = waiting_callers()
+        with self._condition:
+            waits = any(not scope.owners.isdisjoint(callers) for scope in self._readers)
+        if waits:
+            raise TransferError(
+                "weights were sent inside a reading() block of the receiver that they are for, by "
+                "the thread or the task that is in it: each would wait for the other; send them "
+                "after the block"
+            )
 
     def _kernels_ended(self, deadline: float) -> bool:
         """Wait for the work that former readers queued on their streams; False at the deadline."""
@@ -183,5 +214,7 @@ class ReadWriteGate:
                 if scope.blocks <= {block}:
                     self._readers.discard(scope)
                 scope.blocks.discard(block)
+                if not scope.blocks:
+                    scope.owners = frozenset()  # a context keeps the scope, and that of a task it
                 if not self._readers:
                     self._condition.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ class _Connection:
     heartbeat: Heartbeat
     path: str
     manifest: Manifest
+    lease_s: float
 
 
 class Senders:
@@ -151,7 +153,9 @@ class Senders:
             raise
         self.close(info.sender)
         heartbeat = Heartbeat(engine.beat, at_work=self._is_at_work)
-        self._connections[info.sender] = _Connection(engine, heartbeat, info.path, manifest)
+        self._connections[info.sender] = _Connection(
+            engine, heartbeat, info.path, manifest, info.lease_s
+        )
         return manifest
 
     def _is_at_work(self) -> bool:
@@ -199,6 +203,11 @@ class Senders:
         """Return the manifest that a sender announced, None where it is not connected."""
         connection = self._connections.get(sender or "")
         return connection.manifest if connection is not None else None
+
+    def lease_s(self, sender: str | None) -> float:
+        """Return how long a sender waits for progress; infinity where it is not connected."""
+        connection = self._connections.get(sender or "")
+        return connection.lease_s if connection is not None else math.inf
 
     def alive(self, sender: str) -> bool:
         """Whether a sender is connected or reconnecting, and lives."""

@@ -204,7 +204,7 @@ class ReceiverSession:
                     difference.check(partial=False)
                 if not difference.missing and self._incoming is None:
                     # The load targets of an open update must not move.
-                    self._load_target(StreamLayout(manifest), whole=True)
+                    self._load_target(StreamLayout(manifest), info.sender, whole=True)
             except BaseException:
                 self.senders.close(info.sender)
                 raise
@@ -519,7 +519,7 @@ class ReceiverSession:
             self._check_not_aborted()
             incoming.committing = True
         if not self.gate.held:
-            self.gate.hold(self._lease_s)
+            self.gate.hold(self._patience_s(incoming.sender))
         if incoming.load_targets:
             with self.lock:
                 # From here on a failure leaves the sink between two versions.
@@ -619,11 +619,12 @@ class ReceiverSession:
             more_follows = incoming.anonymous and not incoming.partial
             check_manifest(self.sink, layout.manifest, partial=True, more_follows=more_follows)
             whole = not incoming.partial and not self.sink.difference(layout.manifest).missing
-            return incoming.use(self._load_target(layout, whole=whole), layout)
+            target = self._load_target(layout, incoming.sender, whole=whole)
+            return incoming.use(target, layout)
 
         def mark_dirty() -> None:
             if incoming.load_targets[-1].in_place and not self.lifecycle.dirty:
-                self.gate.hold(self._lease_s)
+                self.gate.hold(self._patience_s(incoming.sender))
                 with self.lock:
                     self.lifecycle.mark_dirty(incoming.update_id)
 
@@ -642,18 +643,22 @@ class ReceiverSession:
         if self.lifecycle.state is State.ABORTING:
             raise TransferError(f"update {self.lifecycle.update_id} ends: {self._abort_reason}")
 
-    def _load_target(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
+    def _load_target(self, layout: StreamLayout, sender: str | None, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout. Opens it with readers blocked: the model may move."""
         known, held = self.load_targets.find(layout), self.gate.held
         if known is not None or held:  # held by an update in place, which releases it
             return known or self.load_targets.get(layout, whole=whole)
         try:
-            self.gate.hold(self._lease_s)
+            self.gate.hold(self._patience_s(sender))
             opened = self.load_targets.get(layout, whole=whole)
         finally:
             if self.gate.held:
                 self.gate.release()
         return opened
+
+    def _patience_s(self, sender: str | None) -> float:
+        """Return how long an update waits for decode steps: as long as its sender waits for it."""
+        return min(self._lease_s, self.senders.lease_s(sender))
 
     # One step at a time
 
