@@ -274,6 +274,24 @@ class TestEnds:
             assert receiver.version == 1  # close() has waited
             assert receiver.status().state == "READY"
 
+    def test_a_close_beside_an_awaited_send_cancels_it_before_it_frees_anything(self) -> None:
+        hook = Slow()
+
+        async def run() -> None:
+            task = asyncio.ensure_future(sender.asend_weights())
+            assert await asyncio.to_thread(hook.entered.wait, TIMEOUT_S)
+            threading.Timer(0.3, hook.go.set).start()
+            await asyncio.to_thread(sender.close)
+            assert hook.go.is_set()  # what the hook was lent was there until then
+            with pytest.raises(ws.WeightSyncError):
+                await task
+
+        with closing(ws.WeightReceiver(hook, apply="in_place")) as receiver:
+            sender = ws.connect(make(1), to=receiver.handle, **BUCKET)
+            asyncio.run(run())
+            assert hook.loaded == [{1.0}]
+            assert not receiver.status().senders
+
     def test_what_fails_after_a_cancellation_is_told_and_sent_by_no_second_attempt(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -454,8 +454,9 @@ class WeightSender:
         if snapshot:
             flight = self._start_async(version, label, rewind, trace, logs=False)
         else:
-            flight = _InFlight("asend_weights", logs=False)
+            flight = _InFlight("asend_weights", logs=False, awaited=True)
             self.last_send = flight.future
+            self._in_flight.append(flight)
             task = asyncio.current_task()
 
             def send() -> SyncReport:
@@ -479,11 +480,11 @@ class WeightSender:
             else:
                 flight.logs = True
                 sending.cancel()  # this loop may be closed before the update is over
-                if not snapshot:
-                    self._in_flight.append(flight)
             raise
         except WeightSyncError as exc:
             raise shortened(exc) from exc.__cause__
+        finally:
+            flight.awaited = False
 
     def update(
         self,
@@ -588,8 +589,8 @@ class WeightSender:
 
         Does nothing in a forked child, because everything belongs to the parent. With several
         ranks, raises if another rank is gone or makes another call; the memory is freed in that
-        case, too. After a call has raised because a rank is gone, close() works without the other
-        ranks and does not raise again.
+        case, too. An `asend_weights` that is awaited is cancelled first. After a call has raised
+        because a rank is gone, close() works without the other ranks and does not raise again.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -600,6 +601,9 @@ class WeightSender:
                 self._end_calls(exit_left_s())
                 self._disconnect_alone()
             else:
+                for flight in [flight for flight in self._in_flight if flight.awaited]:
+                    flight.stop.set()  # what it reads is freed here
+                    flight.wait()
                 self._run("close", lambda leading: leading.membership.disconnect(leaves=True))
         except WeightSyncError:
             self._disconnect_alone()
@@ -763,7 +767,8 @@ class WeightSender:
         """Return the updates in flight, in the thread of one of them those before it."""
         flights = list(self._in_flight)
         own = next((flight for flight in flights if flight.is_here and not flight.is_over), None)
-        return flights if own is None else flights[: flights.index(own)]
+        before = flights if own is None else flights[: flights.index(own)]
+        return [flight for flight in before if not flight.awaited]
 
     def _free(self) -> None:
         self._closed = True
@@ -788,10 +793,15 @@ def _free_dropped(group: RankGroup, coordinator: Coordinator | None, pid: int) -
 
 
 class _InFlight:
-    """An update that another thread sends, for the call of that name. `logs` its error."""
+    """An update that another thread sends, for the call of that name.
 
-    def __init__(self, call: str, *, logs: bool) -> None:
+    `logs` its error. While it is `awaited` by a coroutine, further calls are refused; else they
+    wait for it.
+    """
+
+    def __init__(self, call: str, *, logs: bool, awaited: bool = False) -> None:
         self.logs = logs
+        self.awaited = awaited
         self.future: Future[SyncReport] = Future()
         # It cannot be cancelled by itself: the ranks would make different calls.
         self.future.set_running_or_notify_cancel()
