@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -227,6 +229,115 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     total, grown_kb = map(int, done.stdout.split())
     assert total == 16
     assert grown_kb < 64 << 10  # all of it would be 256 << 10
+
+
+class Meddled(ws.WrappingSource):
+    """Runs `change` once, when four tensors of the other source were read."""
+
+    change: Callable[[], object] | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.source.manifest
+
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, pair in enumerate(pairs):
+            if i == 3 and self.change is not None:
+                change, self.change = self.change, None
+                change()
+            yield pair
+
+
+def named(value: float) -> Tensors:
+    return {f"t{i}": torch.full((1 << 14,), value) for i in range(8)}
+
+
+def taken(into: Tensors) -> Callable[[Iterable[tuple[str, torch.Tensor]]], None]:
+    """A hook that keeps copies of what it is given."""
+
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        into.update((name, tensor.clone()) for name, tensor in pairs)
+
+    return load
+
+
+def rewritten(file: Path) -> None:
+    """Write other weights of the same size into a file that is open, from its end on."""
+    other = file.with_name("other")
+    save_file(named(7.0), other)
+    new = other.read_bytes()
+    with file.open("r+b") as opened:
+        opened.seek(len(new) // 2)
+        opened.write(new[len(new) // 2 :])
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def cut_to_nothing(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("change", [rewritten, cut, cut_to_nothing])
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("hook", [False, True])
+def test_files_that_change_while_they_are_sent_are_named_and_not_committed(
+    tmp_path: Path, change: Callable[[Path], None], files: int, *, hook: bool
+) -> None:
+    tensors, model, given = named(1.0), nn.Module(), Tensors()
+    for name, tensor in tensors.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros_like(tensor)))
+    parts = [tensors] if files == 1 else [{"t0": tensors.pop("t0")}, tensors]
+    path = write(tmp_path / "checkpoint", *parts)
+    file = max(path.glob("*.safetensors"))
+    receiver = ws.WeightReceiver(taken(given) if hook else model, apply="staged")
+    source = Meddled(ws.SafetensorsSource(path))
+    with ws.connect(source, to=receiver) as sender:
+        sender.send_weights()
+        before = file.read_bytes()
+        source.change = lambda: change(file)
+        with pytest.raises(ws.VerificationError) as caught:
+            sender.send_weights()
+        assert str(file) in str(caught.value)
+        assert caught.value.names == (file.name,)
+        assert (receiver.version, receiver.status().state) == (1, "READY")
+        held = given if hook else model.state_dict()
+        assert all(bool((tensor == 1).all()) for tensor in held.values())
+        file.write_bytes(before)
+        assert sender.send_weights().version == 2
+
+
+@pytest.mark.usefixtures("shm_clean")
+@pytest.mark.parametrize("which", [0, 1])
+def test_files_that_are_replaced_while_they_are_sent_are_sent_as_they_were(
+    tmp_path: Path, which: int
+) -> None:
+    given = Tensors()
+    path = write(tmp_path / "old", *({name: t} for name, t in named(1.0).items()))
+    newer = write(tmp_path / "new", *({name: t} for name, t in named(2.0).items()))
+    source = Meddled(ws.SafetensorsSource(path))
+
+    def replace() -> None:
+        for file in sorted(newer.glob("*.safetensors"))[which::2]:
+            file.rename(path / file.name)
+
+    with ws.connect(source, to=ws.WeightReceiver(taken(given), apply="staged")) as sender:
+        source.change = replace
+        sender.send_weights()
+        assert all(bool((tensor == 1).all()) for tensor in given.values())
+        sender.send_weights()
+        new = {f"t{i}" for i in range(8)[which::2]}
+        assert {n for n, t in given.items() if bool((t == 2).all())} == new
+
+
+def test_a_tensor_that_somebody_keeps_is_not_overwritten(tmp_path: Path) -> None:
+    stored = {f"t{i}": torch.randn(i + 1) for i in range(6)}
+    kept = dict(SafetensorsSource(write(tmp_path, stored)).tensors())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in stored.items())
 
 
 def test_the_public_name_is_the_class() -> None:

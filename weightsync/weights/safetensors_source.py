@@ -1,13 +1,18 @@
-"""Checkpoints in safetensors files as a source: mapped, read one tensor at a time, no pickle."""
+"""Checkpoints in safetensors files as a source: read one tensor at a time, no pickle.
+
+Nothing of a user's file is mapped: a program that cuts a mapped file short ends its readers with
+SIGBUS. Reads of a file that was cut short are short, and raise an error that names it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,11 +21,14 @@ from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
     MissingExtraError,
+    TransferError,
+    VerificationError,
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, dtype_name, sent_dtype
+from weightsync.tensors import TORCH_DTYPES, dtype_name, from_bytes, sent_dtype
 from weightsync.weights.module_sink import Rename, rename_with
+from weightsync.weights.sink import uses
 
 _DTYPES: Mapping[str, str] = {
     "F64": "float64",
@@ -50,26 +58,50 @@ _EMBEDDINGS = (
     "embed_in.weight",
     "tok_embeddings.weight",
 )
+_READ_NBYTES = 1 << 30
+"""Bytes of one read, at most: Linux reads no more than 2 GiB at a time."""
+_MAX_HEADER_NBYTES = 100_000_000
+"""As in the safetensors library."""
 _WANTED = f"give a directory with {_SINGLE} or {_INDEX}, or one .safetensors file"
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One tensor of a file, with the name, dtype and shape that it has there."""
+    """One tensor of a file, with the name, dtype and shape that it has there.
+
+    `begin` is the place of its first byte in the file.
+    """
 
     name: str
     file: Path
     spec: TensorSpec
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """Identity, size and time of the last write of a file: another stamp means other contents."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, info: os.stat_result) -> _Stamp:
+        return cls(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
 
 
 class SafetensorsSource:
     """The tensors of a checkpoint: a directory with one or several files, or a `.safetensors` file.
 
-    Files are mapped, and a tensor is read when it is requested. `dtype` casts floating-point
-    tensors on the way; `rename` maps names. A head is an alias of the embeddings where
-    `config.json` ties them, or where both have the same bytes. Files that were replaced are read
-    again for the next update, and must describe the same tensors. Raises ConfigError for a path
-    that is not such a checkpoint, and MissingExtraError without safetensors.
+    A tensor is read when it is requested. `dtype` casts floating-point tensors on the way;
+    `rename` maps names. A head is an alias of the embeddings where `config.json` ties them, or
+    where both have the same bytes. Files that were replaced are read again for the next update, and
+    must describe the same tensors. An update during which a file is written to or cut short fails
+    with VerificationError, which names the file; one that is replaced by another file meanwhile is
+    sent as it was. Raises ConfigError for a path that is not such a checkpoint, and
+    MissingExtraError without safetensors.
     """
 
     def __init__(
@@ -90,27 +122,38 @@ class SafetensorsSource:
         return self._manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors as stored, without a cast: views of mapped files.
+        """Yield the tensors as stored, without a cast.
 
-        Raises ManifestMismatchError when the files were replaced by those of another model.
+        Raises ManifestMismatchError when the files were replaced by those of another model, and
+        VerificationError when one is changed before the last tensor was read.
         """
         self._look_again()
-        for file, group in groupby(self._sent, key=lambda stored: stored.file):
-            with _open(file) as opened:
-                for stored in group:
-                    yield self._rename(stored.name), opened.get_tensor(stored.name)
+        buffers = _Buffers(max((stored.spec.nbytes for stored in self._sent), default=0))
+        last = len(self._sent) - 1
+        with ExitStack() as stack:
+            # All of them at once: one that is replaced meanwhile is read as it was, to its end.
+            opened = {
+                file: stack.enter_context(_opened(file, stamp))
+                for file, stamp in self._seen.items()
+            }
+            for i, stored in enumerate(self._sent):
+                flat = buffers.take(stored.spec.nbytes)
+                opened[stored.file].read(flat, stored.begin)
+                if i == last:  # before it is sent: nobody commits what is not complete
+                    for file in opened.values():
+                        file.check_unchanged()
+                yield self._rename(stored.name), from_bytes(flat, stored.spec)
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """Return None: the tensors are read for each update."""
         return None
 
-    def _read(self) -> tuple[object, list[_Stored], Manifest]:
+    def _read(self) -> tuple[dict[Path, _Stamp], list[_Stored], Manifest]:
         """Return the stamps of the files, their tensors without aliases, and the manifest."""
-        files = _find_files(self.path)
-        seen = _stamps(files)
-        stored = [tensor for file in files for tensor in _list_tensors(file)]
+        seen = _stamps(_find_files(self.path))
+        stored = [tensor for file, stamp in seen.items() for tensor in _list_tensors(file, stamp)]
         _check_index(self.path, stored)
-        aliases = _find_aliases(self.path, stored)
+        aliases = _find_aliases(self.path, stored, seen)
         sent = [tensor for tensor in stored if tensor.name not in aliases]
         manifest = Manifest(
             tuple(self._describe(tensor.spec) for tensor in sent),
@@ -207,50 +250,152 @@ def _check_index(path: Path, stored: list[_Stored]) -> None:
         )
 
 
-def _list_tensors(file: Path) -> list[_Stored]:
+def _list_tensors(file: Path, stamp: _Stamp) -> list[_Stored]:
     """Return the tensors in the header of a file, in the order of their bytes."""
-    with _open(file) as opened:
+    with _opened(file, stamp) as opened:
+        header = _read_header(opened)
+    with _described(file, header, stamp.nbytes) as described:
+        entries = json.loads(header[8:])
         return [
-            _describe_stored(file, name, opened.get_slice(name)) for name in opened.offset_keys()
+            _describe_stored(
+                file,
+                name,
+                described.get_slice(name),
+                len(header) + int(entries[name]["data_offsets"][0]),
+            )
+            for name in described.offset_keys()
         ]
 
 
-def _describe_stored(file: Path, name: str, header: Any) -> _Stored:
+def _describe_stored(file: Path, name: str, header: Any, begin: int) -> _Stored:
     dtype = _DTYPES.get(header.get_dtype())
     if dtype is None:
         raise ConfigError(
             f"{file}: {name} has dtype {header.get_dtype()}, which cannot be sent; known: "
             f"{', '.join(_DTYPES)}"
         )
-    return _Stored(name, file, TensorSpec(name, dtype, tuple(header.get_shape())))
+    return _Stored(name, file, TensorSpec(name, dtype, tuple(header.get_shape())), begin)
 
 
-def _open(file: Path) -> Any:
+class _OpenFile:
+    """An open file of a checkpoint, which has to stay as `stamp` says while it is read."""
+
+    def __init__(self, path: Path, descriptor: int, stamp: _Stamp) -> None:
+        self._path, self._descriptor, self._stamp = path, descriptor, stamp
+        self.check_unchanged()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return self._stamp.nbytes
+
+    def read(self, into: torch.Tensor, begin: int) -> None:
+        """Fill `uint8[nbytes]` with the bytes from `begin` on. Raises where the file is shorter."""
+        view, at = into.numpy().data, 0
+        while at < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[at : at + _READ_NBYTES]], begin + at)
+            except OSError as exc:
+                raise TransferError(f"{self._path} cannot be read: {exc}") from exc
+            if not count:
+                self._raise_changed()
+            at += count
+
+    def check_unchanged(self) -> None:
+        """Raise VerificationError where the file was written to, or cut short."""
+        if _Stamp.of(os.fstat(self._descriptor)) != self._stamp:
+            self._raise_changed()
+
+    def _raise_changed(self) -> NoReturn:
+        now = os.fstat(self._descriptor).st_size
+        how = f"cut to {now} bytes" if now < self._stamp.nbytes else "written to"
+        raise VerificationError(
+            f"the source changed while it was read: {self._path} ({self._stamp.nbytes} bytes) was "
+            f"{how}, or replaced; the update is aborted. Send again when the file is complete, and "
+            "replace files of a checkpoint by renaming new ones",
+            names=[self._path.name],
+        )
+
+
+@contextmanager
+def _opened(file: Path, stamp: _Stamp) -> Iterator[_OpenFile]:
+    """Open a file to be read. Raises VerificationError where it is not that of `stamp` any more."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise TransferError(f"{file} cannot be opened: {exc}") from exc
+    try:
+        yield _OpenFile(file, descriptor, stamp)
+    finally:
+        os.close(descriptor)
+
+
+def _read_header(file: _OpenFile) -> bytes:
+    """Return the first bytes of a file: the size of its header, and the header."""
+    size = torch.zeros(min(8, file.nbytes), dtype=torch.uint8)
+    file.read(size, 0)
+    nbytes = int.from_bytes(size.numpy().tobytes(), "little")
+    header = torch.zeros(min(8 + min(nbytes, _MAX_HEADER_NBYTES), file.nbytes), dtype=torch.uint8)
+    file.read(header, 0)
+    return header.numpy().tobytes()
+
+
+@contextmanager
+def _described(file: Path, header: bytes, nbytes: int) -> Iterator[Any]:
+    """Yield safetensors' view of a file with this header: it is checked by the library.
+
+    The library maps a file, so it is given one of our own, with the header and no other bytes.
+    """
     try:
         import safetensors  # noqa: PLC0415  # not needed by a program that names the class alone
     except ImportError as exc:
         raise MissingExtraError(
             f"reading a checkpoint needs safetensors ({exc}); pip install 'weightsync[safetensors]'"
         ) from exc
+    descriptor = os.memfd_create("weightsync-header", os.MFD_CLOEXEC)
     try:
-        return safetensors.safe_open(file, framework="pt", device="cpu")
+        os.write(descriptor, header)
+        os.ftruncate(descriptor, nbytes)
+        with safetensors.safe_open(f"/proc/self/fd/{descriptor}", framework="numpy") as described:
+            yield described
     except (OSError, safetensors.SafetensorError) as exc:
         raise ConfigError(f"{file} cannot be read as a safetensors file: {exc}") from exc
+    finally:
+        os.close(descriptor)
 
 
-def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
-    """Return name, inode, size and mtime of each file: another list means replaced files."""
-    stamps = []
+class _Buffers:
+    """Memory of `uint8[nbytes]` for one tensor after another, used again once nobody has it.
+
+    Memory that is touched for the first time takes longer than the read.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._known: list[tuple[torch.Tensor, int]] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return `uint8[nbytes]` that no tensor of an earlier call uses any more."""
+        for buffer, unused in self._known:
+            if uses(buffer) == unused:
+                return buffer[:nbytes]
+        buffer = torch.empty(self._nbytes, dtype=torch.uint8)
+        self._known = [(buffer, uses(buffer)), *self._known[:1]]
+        return buffer[:nbytes]
+
+
+def _stamps(files: Sequence[Path]) -> dict[Path, _Stamp]:
+    """Return the stamp of each file; others mean that files were replaced or written to."""
+    stamps = {}
     for file in files:
         try:
-            info = file.stat()
+            stamps[file] = _Stamp.of(file.stat())
         except OSError as exc:
             raise ConfigError(f"{file} is part of the checkpoint and is not there: {exc}") from exc
-        stamps.append((file.name, info.st_ino, info.st_size, info.st_mtime_ns))
     return stamps
 
 
-def _find_aliases(path: Path, stored: list[_Stored]) -> dict[str, str]:
+def _find_aliases(path: Path, stored: list[_Stored], seen: Mapping[Path, _Stamp]) -> dict[str, str]:
     """Return `{head: embeddings}` where they are tied, an empty dict where they are not."""
     by_name = {tensor.name: tensor for tensor in stored}
     embeddings = [name for name in by_name if name.endswith(_EMBEDDINGS)]
@@ -260,7 +405,7 @@ def _find_aliases(path: Path, stored: list[_Stored]) -> dict[str, str]:
     heads = [held for held in by_name if held == _HEAD or held.endswith(f".{_HEAD}")]
     if not heads:
         return {_HEAD: name} if tied else {}
-    if tied is False or len(heads) > 1 or not _same(by_name[heads[0]], by_name[name]):
+    if tied is False or len(heads) > 1 or not _same(by_name[heads[0]], by_name[name], seen):
         return {}
     return {heads[0]: name}
 
@@ -277,15 +422,16 @@ def _says_tied(path: Path) -> bool | None:
     return bool(said[0]) if said else None
 
 
-def _same(one: _Stored, other: _Stored) -> bool:
+def _same(one: _Stored, other: _Stored, seen: Mapping[Path, _Stamp]) -> bool:
     """Whether two tensors have the same dtype, shape and bytes."""
     if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
         return False
-    first, second = (_bytes(stored) for stored in (one, other))
+    first, second = (_bytes(stored, seen[stored.file]) for stored in (one, other))
     return torch.equal(first, second)
 
 
-def _bytes(stored: _Stored) -> torch.Tensor:
-    with _open(stored.file) as opened:
-        tensor: torch.Tensor = opened.get_tensor(stored.name)
-    return contiguous_bytes(tensor)
+def _bytes(stored: _Stored, stamp: _Stamp) -> torch.Tensor:
+    flat = torch.empty(stored.spec.nbytes, dtype=torch.uint8)
+    with _opened(stored.file, stamp) as opened:
+        opened.read(flat, stored.begin)
+    return flat
