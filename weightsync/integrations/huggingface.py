@@ -11,7 +11,7 @@ from torch import nn
 from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.specs import Manifest
-from weightsync.tensors import spec_of
+from weightsync.tensors import sent_dtype, spec_of
 from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
 from weightsync.weights.shards import gather
 
@@ -32,13 +32,15 @@ class MergedSource:
 
     Names are those of the base model: without `base_model.model.` and `base_layer`. peft merges
     each layer in a copy, which lives until the next layer is read. The trainer's model does not
-    change, and one layer's weights are held beside it. `dtype` casts floating-point tensors. Raises
+    change, and one layer's weights are held beside it. The copy is in float32 at least, and the
+    result is rounded once, to what is sent: in bf16 many small changes of an adapter would be lost
+    in the sum. `dtype` casts floating-point tensors. Raises
     ConfigError where `model` is no PeftModel, and for adapters that cannot be merged: trainable
     tokens, or a layer whose weights are tied to an earlier layer without an adapter.
     """
 
     def __init__(self, model: nn.Module, *, dtype: Dtype | None = None) -> None:
-        dtype = as_dtype("dtype", dtype)
+        self._dtype = dtype = as_dtype("dtype", dtype)
         self._base = _peft_model(model).get_base_model()
         self._tensors = ModuleTensors(self._base)
         self._names = self._plain_names()
@@ -74,7 +76,8 @@ class MergedSource:
                 continue
             if merged[0] != prefix:
                 merged = prefix, _merge(layers[prefix])
-            yield name, merged[1][within]
+            tensor = merged[1][within]
+            yield name, tensor.to(sent_dtype(self._tensors.tensors[i].dtype, self._dtype))
 
     def _look_again(self) -> None:
         if self._tensors.refresh() or not self._is_named:
@@ -186,7 +189,7 @@ def _merge(layer: BaseTunerLayer) -> dict[str, torch.Tensor]:
     module: nn.Module = layer  # type: ignore[assignment]  # every BaseTunerLayer is a module
     # The copy has no gradients, and whole tensors in place of shards.
     memo: dict[int, object] = {
-        id(parameter): nn.Parameter(gather(parameter.detach()).clone(), requires_grad=False)
+        id(parameter): nn.Parameter(_widened(gather(parameter.detach())), requires_grad=False)
         for parameter in module.parameters()
     }
     with torch.no_grad():
@@ -195,3 +198,10 @@ def _merge(layer: BaseTunerLayer) -> dict[str, torch.Tensor]:
         base = merged.get_base_layer()
     tensors = [*base.named_parameters(), *base.named_buffers()]
     return {name: tensor.detach() for name, tensor in tensors}
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, of a floating-point tensor in float32 at least."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize >= torch.float32.itemsize:
+        return tensor.clone()
+    return tensor.float()
