@@ -81,6 +81,8 @@ class SyncReport(_FormerNames):
     - `peak_extra_nbytes`: memory that the sender held beyond the model. `written_nbytes`: bytes
       written into buckets, counted once for any number of readers.
     - `not_finite`: names of tensors that hold NaN or infinity, unless `check_finite` is off.
+    - `replicas_differ`: names of tensors that several ranks of the trainer hold and that differ
+      between them, as `check_replicas` compares them.
     - `connect_seconds`: time to connect by phase, if this update connected.
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
@@ -105,6 +107,7 @@ class SyncReport(_FormerNames):
     receivers: tuple[ReceiverReport, ...] = ()
     skipped_paths: Mapping[str, str] = field(default_factory=dict)
     not_finite: tuple[str, ...] = ()
+    replicas_differ: tuple[str, ...] = ()
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: str = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +155,9 @@ class SyncReport(_FormerNames):
         skipped = "".join(f"; skipped {path}: {why}" for path, why in self.skipped_paths.items())
         found = shorten(self.not_finite)
         not_finite = f"; NaN or infinity in {found}" if found else ""
-        return self._delta + rolled + dropped + skipped + not_finite
+        unlike = shorten(self.replicas_differ)
+        differ = f"; ranks differ in {unlike}" if unlike else ""
+        return self._delta + rolled + dropped + skipped + not_finite + differ
 
     @property
     def _delta(self) -> str:

@@ -60,6 +60,7 @@ from weightsync.observe import (
 )
 from weightsync.ranks.comm import compare_arguments, join_ranks
 from weightsync.ranks.group import FollowerUpdate, RankGroup, following
+from weightsync.ranks.replicas import CheckReplicas
 from weightsync.ranks.stop import StopSignal
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
@@ -110,6 +111,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     num_buckets: int | None = None,
     verify: bool = True,
     check_finite: CheckFinite = "off",
+    check_replicas: CheckReplicas = "first",
     token: str | None = None,
     verify_tls: bool | str = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -143,6 +145,9 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     - `verify`: compares fingerprints of the weights that arrive.
     - `check_finite`: looks for NaN and infinity in the source: with `warn` the report and the log
       name the tensors, with `raise` the update is a VerificationError.
+    - `check_replicas`: compares the tensors that several ranks hold (plain parameters and buffers,
+      replicas of shards): `first` does when they are sent the first time, `always` at every update.
+      The report and the log name those that differ, of which receivers get one rank's copy.
     - `token`: HttpTransport's, by default from the environment.
     - `verify_tls`: HttpTransport's.
     - `timeout_s`: bounds every wait for progress.
@@ -184,6 +189,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         as_choice("on_failure", on_failure, OnFailure)
         as_choice("delta", delta, DeltaChoice)
         as_choice("check_finite", check_finite, CheckFinite)
+        as_choice("check_replicas", check_replicas, CheckReplicas)
         backends, unusable = choose_backends(backend)
         options = TransferOptions(
             packed=as_flag("packed", packed, optional=True),
@@ -215,6 +221,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             "num_buckets": options.num_buckets,
             "verify": verify,
             "check_finite": check_finite,
+            "check_replicas": check_replicas,
             "timeout_s": timeout_s,
             "wait_s": wait_s,
             "on_failure": on_failure,
@@ -233,7 +240,9 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         if not why_never(delta, made.manifest):
             # Compiled while the paths are opened; the first update waits for it.
             threading.Thread(target=warm_up, name="weightsync-compile", daemon=True).start()
-        return RankWorker(made, checked.options, ranks, checked.backends, check_finite)
+        return RankWorker(
+            made, checked.options, ranks, checked.backends, check_finite, check_replicas
+        )
 
     def make_coordinator(group: RankGroup, checked: _Checked) -> Coordinator:
         drops = on_failure == "drop"

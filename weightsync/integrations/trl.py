@@ -24,6 +24,7 @@ from weightsync.backends.registry import BackendChoice
 from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.integrations.trl_rollouts import ServedRollouts
 from weightsync.observe import Shown
+from weightsync.ranks.replicas import CheckReplicas
 from weightsync.report import SyncReport
 from weightsync.sender import WeightSender
 from weightsync.transports.factory import Targets
@@ -63,6 +64,7 @@ class ConnectSettings(TypedDict, total=False):
     num_buckets: int | None
     verify: bool
     check_finite: CheckFinite
+    check_replicas: CheckReplicas
     token: str | None
     verify_tls: bool | str
     timeout_s: float

@@ -18,6 +18,7 @@ from weightsync.ranks.comm import (
     RankComm,
     compare_manifests,
 )
+from weightsync.ranks.replicas import ReplicaCheck
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.delta import ChangeLog
@@ -45,6 +46,7 @@ class CollectiveSource:
     A rank that fails in the middle of a group still takes part in the group's remaining gathers, so
     that all ranks reach the next agreement and raise there together. All ranks inspect the shards
     that a callable yields before any of them is gathered. Iterating may itself be a collective.
+    `replicas`, while it is set, notes each tensor as this rank has it.
     """
 
     def __init__(self, source: WeightSource, ranks: RankComm) -> None:
@@ -56,6 +58,7 @@ class CollectiveSource:
         self._making: Iterator[Pair] = iter(())
         self._rest: Iterator[Pair] = iter(())
         self._not_taken: Iterator[Pair] = iter(())
+        self.replicas: ReplicaCheck | None = None
         self._begin(lambda: None)
 
     @property
@@ -120,6 +123,8 @@ class CollectiveSource:
         shards = source if isinstance(source, IterableSource) else None
         made = source.tensors() if shards is None else shards.shards()
         pairs = checked(made, source.manifest)
+        if self.replicas is not None:
+            pairs = self.replicas.noting(pairs)
         for group in self._groups:
             self._agree()
             left = len(group)
@@ -274,6 +279,8 @@ class SourceOfUpdate:
         self.not_finite: list[str] = []
         self._check_finite = check_finite
         self._given = given
+        inner = innermost(given)  # a subclass may make others than it is made of
+        self._has_own = type(inner) is ModuleSource or inner.stable_tensors() is not None
         self._source: WeightSource = collective or given
         self._watch = SourceWatch()
         self._stable: list[torch.Tensor] | None = None
@@ -321,6 +328,17 @@ class SourceOfUpdate:
             check_whole(self.manifest.specs, stable)
             self._is_whole = True
         return stable
+
+    @property
+    def has_own_tensors(self) -> bool:
+        """Whether `own_tensors` returns any: else they are known only as the source yields them."""
+        return self._has_own
+
+    def own_tensors(self) -> Sequence[torch.Tensor]:
+        """Return this rank's tensors of the innermost source, not cast and not gathered."""
+        inner = innermost(self._given)
+        made_of = inner.made_of()[1] if type(inner) is ModuleSource else inner.stable_tensors()
+        return made_of or ()
 
     def tensors_to_sample(self) -> list[torch.Tensor] | None:
         """Return the tensors before a cast; None where they are made in any other way."""

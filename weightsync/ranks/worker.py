@@ -51,6 +51,7 @@ from weightsync.ranks.commands import (
     Transfer,
     Withdraw,
 )
+from weightsync.ranks.replicas import CheckReplicas, ReplicaCheck
 from weightsync.ranks.sources import (
     CollectiveSource,
     Pair,
@@ -94,6 +95,7 @@ class RankWorker:
         ranks: RankComm,
         backends: Sequence[Backend],
         check_finite: CheckFinite = "off",
+        check_replicas: CheckReplicas = "off",
     ) -> None:
         self._check_finite: CheckFinite = check_finite
         self._ranks = ranks
@@ -103,6 +105,9 @@ class RankWorker:
         self._snapshot: Snapshot | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self._original = SourceOfUpdate(source, self._collective)
+        self.replicas = ReplicaCheck(ranks, check_replicas)
+        self._names = [spec.name for spec in described.manifest.specs]
+        self._compares = False
         self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}
@@ -353,9 +358,12 @@ class RankWorker:
             self.close()
             snapshot = Snapshot(self._original.manifest)
         self._original.refresh()
+        self._moves_model = True
+        self._begin_comparison()
         with self._step():
             self._original.watch(None, reads=True)
             try:
+                self._note_replicas()
                 snapshot.take(self._original, self._check_all)
             finally:
                 changed = self._original.end_watch()
@@ -366,6 +374,7 @@ class RankWorker:
                     f"{shorten(changed)}; send again when nothing else changes it",
                     names=changed,
                 )
+        self._compare_replicas()
         if self._snapshot is None:
             self._snapshot = snapshot
             self.source = SourceOfUpdate(snapshot, None, self._check_finite)
@@ -427,6 +436,7 @@ class RankWorker:
         if self.source.is_made:
             self.source.refresh(passes=len(self._passes))
         pairs = self._take_pairs() if command.pairs else None
+        self._begin_comparison()
         updates: dict[str, Any] = {}
         with self._step():
             self.source.watch(pairs, reads=bool(self.reading))
@@ -471,6 +481,7 @@ class RankWorker:
             try:
                 if self.reading and self._moves_model and self._check_finite == "warn":
                     self.source.look_at_stable()  # while the receivers read
+                self._note_replicas()
                 self._record_stable()
                 for name in self._in_order():
                     if name in self.reading:
@@ -484,7 +495,33 @@ class RankWorker:
                     except Exception:  # the error of the transfer counts
                         logger.exception("backend %s: cancel() failed", name)
                 raise
+        self._compare_replicas()
         return CommandResult()
+
+    def _begin_comparison(self) -> None:
+        """Prepare to compare replicas in the next pass over the model, if that is to be done.
+
+        A snapshot was compared when it was taken.
+        """
+        sends_copy = self._snapshot is not None and self._in_update
+        self._compares = self._moves_model and not sends_copy and self.replicas.wants(self._names)
+        self.replicas.begin()
+        if self._collective is not None:
+            as_yielded = self._compares and not self._original.has_own_tensors
+            self._collective.replicas = self.replicas if as_yielded else None
+
+    def _note_replicas(self) -> None:
+        """Note this rank's tensors, where their memory is known, while receivers read."""
+        if self._compares and self._original.has_own_tensors:
+            self.replicas.note_all(self._original.own_tensors())
+
+    def _compare_replicas(self) -> None:
+        """Compare the ranks' replicas after a step that ended well on all of them."""
+        if self._collective is not None:
+            self._collective.replicas = None
+        if self._compares:
+            self._compares = False
+            self.replicas.compare(self._names)
 
     def _record_stable(self) -> None:
         """Record the lines of stable tensors while the receivers read them."""
@@ -568,6 +605,12 @@ class RankWorker:
         if self._collective is not None:
             advice = "every rank has to send() the same"
             compare_manifests(manifest_of(taken), self._ranks, advice=advice)
+            names = [name for name, _ in taken]
+            if self.replicas.wants(names):
+                self.replicas.begin()
+                with self._step():
+                    self.replicas.note_all(tensor for _, tensor in taken)
+                self.replicas.compare(names)
         return taken
 
     def _in_order(self) -> list[str]:

@@ -289,6 +289,7 @@ class UpdateTransaction:
             receivers=receivers,
             skipped_paths=skipped,
             not_finite=self._not_finite(),
+            replicas_differ=self._group.worker.replicas.take_differing(),
             rule=self.rule,
         )
 

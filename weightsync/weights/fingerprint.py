@@ -25,6 +25,7 @@ from weightsync.wire.messages import TensorPart
 __all__ = [
     "mix64",
     "mixed_rows",
+    "mixed_total",
     "mixed_words",
     "part_of",
     "table_digest",
@@ -56,6 +57,11 @@ def xxh3_parts(parts: Sequence[memoryview | bytes]) -> int:
 
 def mix64(flat: torch.Tensor) -> int:
     """Return the portable fingerprint of `uint8[nbytes]` on any device; waits for a GPU."""
+    return settled(int(mixed_total(flat)), flat.numel())
+
+
+def mixed_total(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of mixed words of which `settled` makes mix64; does not wait for a GPU."""
     nbytes = flat.numel()
     whole = nbytes // 8 * 8
     words = _words(flat[:whole])
@@ -67,8 +73,9 @@ def mix64(flat: torch.Tensor) -> int:
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: nbytes - whole] = flat[whole:]
         sums.append(_mixed_sum(tail.view(torch.int64), whole // 8))
-    # One wait for the GPU, not one for each block.
-    return settled(sum(map(int, sums)), nbytes)
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()  # modulo 2 ** 64, as settled
 
 
 def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:

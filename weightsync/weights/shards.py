@@ -153,6 +153,29 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor's
 
 
+def slice_key(tensor: torch.Tensor, ranks: int) -> str | None:
+    """Return what identifies the slice of the full tensor that this process holds.
+
+    Equal in all processes that hold the same slice, "" for a full tensor. None where no other one
+    of the trainer's `ranks` holds it, or where that is not known (partial sums).
+    """
+    if not is_sharded(tensor):
+        return ""
+    mesh, placements = cast("Any", tensor).device_mesh, cast("Any", tensor).placements
+    copies = any(_is(p, "is_replicate") and mesh.size(dim) > 1 for dim, p in enumerate(placements))
+    if not copies and mesh.size() >= ranks:
+        return None
+    try:
+        splits = _splits("", tensor)
+    except ConfigError:
+        return None
+    cuts = [
+        [(repr(split.placement), split.parts, split.at) for split in each if split.parts > 1]
+        for each in splits
+    ]
+    return repr(cuts) if any(cuts) else ""
+
+
 class Slicer:
     """Derives the slices of DTensors; equal splits once, since models repeat their layers."""
 
