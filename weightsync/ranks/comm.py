@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from traceback import walk_tb
 from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.interpreter_exit import TorchCalls, never_destroy
 from weightsync.specs import Manifest
-from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+from weightsync.wire.problem import Problem, from_problem, to_problem
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ class RankComm:
         self._works: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
         self._rendezvous = rendezvous
         self._broken: str | None = None
+        self._order = 0
+        self._calls_made = 0
         self.calls = TorchCalls()
 
     @property
@@ -205,11 +208,24 @@ class RankComm:
         """Raise on every rank if any rank passes an error: the same class, with the rank's name.
 
         Costs one allreduce of 8 bytes without an error. Ranks that are in another call raise too. A
-        foreign exception becomes a RemoteError. Of several errors the one of the lowest rank is
-        raised. `look` is called periodically during a long wait, and must not raise. Collective.
+        foreign exception becomes a RemoteError. Of several errors one is raised that is not the end
+        of a wait, in a collective of torch for instance: such a wait may have been for the rank
+        that failed. Of several of the same kind it is that of the lowest rank. `look` is called
+        periodically during a long wait, and must not raise. Collective.
         """
         with self.calls.inside():
             self._synchronize("agree" if error is None else "failed agree", error, look)
+
+    def note_failure(self, error: BaseException) -> int:
+        """Return how many waits ended in vain on other ranks before this error, and this one.
+
+        0 for an error that is no wait's. Called before a rank takes part in what others wait for.
+        Not collective.
+        """
+        if not self._order and self.store is not None and _waited(error):
+            with suppress(RuntimeError):
+                self._order = self.store.add(f"failures/{self._calls_made}", 1)
+        return self._order
 
     def together(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on this rank; an error on one rank is raised on all."""
@@ -250,23 +266,48 @@ class RankComm:
         own = _CALLS.index(call)
         counter = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
         self._run(lambda group: group.allreduce([counter]), look)
+        self._calls_made += 1
         total = int(counter.item())
         counts = [total >> i * _FIELD_BITS & _MASK for i in range(len(_CALLS))]
         if counts[_CALLS.index("failed agree")]:
-            raise self._first_error(error) from error
+            raise self._agreed_error(error) from error
         if counts[own] != self.size:
             self._raise_different_calls(call)
 
-    def _first_error(self, error: BaseException | None) -> WeightSyncError:
-        bodies = self._gather(b"" if error is None else _encode(error))
-        failed = [rank for rank, body in enumerate(bodies) if body]
-        if error is not None and self.rank != failed[0]:
+    def _agreed_error(self, error: BaseException | None) -> WeightSyncError:
+        """Return the error that all ranks raise: see `agree`."""
+        own = None
+        if error is not None:
+            own = _Failure(
+                problem=_problem_of(error),
+                waited=_waited(error),
+                gathered=_is_of_a_collective(error),
+                order=self.note_failure(error),
+            )
+        self._order = 0
+        bodies = self._gather(b"" if own is None else msgspec.json.encode(own))
+        failures = {
+            rank: msgspec.json.decode(body, type=_Failure)
+            for rank, body in enumerate(bodies)
+            if body
+        }
+        first = min(failures, key=lambda r: (failures[r].waited, failures[r].order, r))
+        if error is not None and self.rank != first:
             logger.warning("rank %d failed too: %r", self.names[self.rank], error)
-        problem = msgspec.json.decode(bodies[failed[0]], type=Problem)
-        if len(failed) > 1:
-            others = name_ranks(self.names[rank] for rank in failed[1:])
-            problem = msgspec.structs.replace(problem, detail=f"{problem.detail} ({others} too)")
-        return from_problem(problem, peer=f"rank {self.names[failed[0]]}")
+        winner = failures.pop(first)
+        vain = [r for r, failure in failures.items() if failure.gathered and not winner.waited]
+        others = []
+        for at, text in (
+            ([r for r in failures if r not in vain], "too"),
+            (vain, "then waited in a collective of the source"),
+        ):
+            others += [f"{name_ranks(self.names[r] for r in at)} {text}"] if at else []
+        problem = winner.problem
+        if others:
+            problem = msgspec.structs.replace(
+                problem, detail=f"{problem.detail} ({'; '.join(others)})"
+            )
+        return from_problem(problem, peer=f"rank {self.names[first]}")
 
     def _raise_different_calls(self, call: str) -> NoReturn:
         calls = [body.decode() for body in self._gather(call.encode())]
@@ -408,12 +449,37 @@ def name_lost_ranks(rendezvous: StoreRendezvous, names: Sequence[int]) -> str:
     return f"{name_ranks(names[rank] for rank in missing)} of {len(names)}"
 
 
-def _encode(error: BaseException) -> bytes:
+class _Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's error. `waited` if it ended a wait, as the `order`-th one of all ranks.
+
+    `gathered` if that wait was in a collective of torch.
+    """
+
+    problem: Problem
+    waited: bool
+    gathered: bool
+    order: int
+
+
+def _problem_of(error: BaseException) -> Problem:
     if not isinstance(error, WeightSyncError):
         kind, message = type(error).__name__, str(error)
         text = f"{kind}: {message}" if message else kind
         error = RemoteError(text, remote_type=kind, remote_message=message)
-    return encode_problem(to_problem(error))
+    return to_problem(error)
+
+
+def _waited(error: BaseException) -> bool:
+    """Whether an error ended a wait: a timeout, or one that torch's collectives raised."""
+    return isinstance(error, TimeoutError) or _is_of_a_collective(error)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether torch's collectives raised an error: those of Gloo have no class of their own."""
+    if not isinstance(error, RuntimeError):
+        return False
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return any(name.startswith("torch.distributed") for name in modules)
 
 
 def _tensor_of(payload: bytes, length: int) -> torch.Tensor:

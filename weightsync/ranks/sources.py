@@ -192,6 +192,7 @@ class CollectiveSource:
 
     def _leave(self, error: BaseException) -> None:
         """Leave the step after an error: cancel it on ranks that wait for a receiver, and agree."""
+        self._ranks.note_failure(error)
         self._cancel_flag.set()
         with suppress(Exception):
             for _ in self._rest:
