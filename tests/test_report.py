@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 
-from weightsync.report import ReceiverReport, SyncReport
+from weightsync.report import COMPARED, DeltaReport, ReceiverReport, SyncReport
 
 RECEIVER = ReceiverReport(
     target="http://a", path="shared_memory", apply="staged", verified="held", stall_s=0.002
@@ -76,6 +77,31 @@ def test_says_who_was_dropped_and_that_it_rolled_forward() -> None:
     assert "rolled forward" not in str(report())
     text = str(replace(report(), rule="roll-forward", dropped={"http://b": "no answer"}))
     assert "; rolled forward; dropped http://b: no answer; skipped cuda_ipc: " in text
+
+
+def test_what_was_compared_is_said_in_the_same_words_everywhere() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "concepts.md").read_text()
+    for text in (page.replace("`", "").replace("*", ""), SyncReport.__doc__ or ""):
+        words = " ".join(text.replace("`", "").split())
+        for level, sentence in COMPARED.items():
+            assert f"{level}: {sentence}" in words
+    assert report().compared == COMPARED["held"]
+    assert replace(report(), verified="arrived").compared == COMPARED["arrived"]
+    assert replace(report(), verified="none").compared == COMPARED["none"]
+    whole = replace(report(), delta=DeltaReport(reason="the first one"))
+    assert whole.compared == COMPARED["held"]
+
+
+def test_a_delta_says_which_part_was_compared() -> None:
+    delta = DeltaReport(sent=True, lines=310, share=0.031, sampled=0.0158, nbytes=100_000)
+    sent = replace(report(), delta=delta, skipped_paths={})
+    assert str(sent).endswith(
+        "; a delta of 0.1 MB, verified in 3.10% of the lines and a sample of 1.58%"
+    )
+    assert sent.compared == (
+        f"{COMPARED['held']}; that are 3.10% of the lines, which changed, and a sample of 1.58% of "
+        "all lines was read besides"
+    )
 
 
 def test_cannot_be_changed_afterwards() -> None:

@@ -88,6 +88,7 @@ def _figures(report: SyncReport | None) -> dict[str, int | float | str]:
         "weightsync.nbytes": report.nbytes,
         "weightsync.path": report.path,
         "weightsync.verified": report.verified,
+        "weightsync.delta": report.delta is not None and report.delta.sent,
         "weightsync.update_id": report.update_id,
     }
 

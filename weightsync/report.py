@@ -9,6 +9,20 @@ from dataclasses import asdict, dataclass, field
 
 from weightsync.errors import shorten
 
+COMPARED: Mapping[str, str] = {
+    "none": "nothing was compared",
+    "arrived": (
+        "what came to the receiver has the fingerprint of what the sender read from its source; "
+        "what the receiver made of it was not read"
+    ),
+    "held": (
+        "what the update wrote was read back from the memory that it was written to, and has the "
+        "fingerprint of what the sender read from its source"
+    ),
+}
+"""What each level of verification says, on every path: of a delta, what it wrote are the lines that
+changed. docs/concepts.md has the same sentences, and what they do not cover."""
+
 
 class _FormerNames:
     """Deprecated aliases of earlier versions: `road` and `skipped_roads`."""
@@ -37,14 +51,18 @@ class DeltaReport:
     """Report of an update on deltas: `sent` as one, or whole, for this `reason`.
 
     `lines` is the number of 64-byte lines in which the weights changed since the oldest version
-    that a receiver held, `share` their share of all lines. `nbytes` are the bytes of the delta, and
-    `saved_nbytes` how many fewer than those of the model.
+    that a receiver held, `share` their share of all lines: these alone were written, and verified
+    as the report says. `sampled` is the share of the lines that were read besides: one of each
+    tensor, compared with what it was at the last commit, and those of `scrub`, compared with the
+    sender's. `nbytes` are the bytes of the delta, and `saved_nbytes` how many fewer than those of
+    the model.
     """
 
     sent: bool = False
     reason: str = ""
     lines: int = 0
     share: float = 0.0
+    sampled: float = 0.0
     nbytes: int = 0
     saved_nbytes: int = 0
 
@@ -75,7 +93,11 @@ class SyncReport(_FormerNames):
     - `stall_s`: the longest time for which a receiver stopped generation.
     - `path`: `cuda_ipc`, `shared_memory`, `tcp`, `nixl` or `safetensors_file`, joined by `+` where
       receivers differ. `skipped_paths`: for each faster path, the reason why it was not taken.
-    - `verified`: `none`, `arrived` or `held`, the weakest level of all receivers.
+    - `verified`: the weakest level of all receivers. `none`: nothing was compared. `arrived`: what
+      came to the receiver has the fingerprint of what the sender read from its source; what the
+      receiver made of it was not read. `held`: what the update wrote was read back from the memory
+      that it was written to, and has the fingerprint of what the sender read from its source. Of a
+      delta, what it wrote are the lines that changed: `compared` says it in words.
     - `apply`: `staged` or `in_place`.
     - `control_nbytes` and `control_messages`: what the control plane sent to all receivers.
     - `peak_extra_nbytes`: memory that the sender held beyond the model. `written_nbytes`: bytes
@@ -117,6 +139,20 @@ class SyncReport(_FormerNames):
     def gbps(self) -> float:
         """Gigabytes (1e9 bytes) of weights per second, over the whole update."""
         return self.nbytes / self.seconds["total"] / 1e9 if self.seconds["total"] else 0.0
+
+    @property
+    def compared(self) -> str:
+        """What was compared in this update, in words: that of `verified`, and of a delta the rest.
+
+        docs/concepts.md says what is not covered.
+        """
+        delta = self.delta
+        if delta is None or not delta.sent:
+            return COMPARED[self.verified]
+        return (
+            f"{COMPARED[self.verified]}; that are {delta.share:.2%} of the lines, which changed, "
+            f"and a sample of {delta.sampled:.2%} of all lines was read besides"
+        )
 
     def metrics(self, prefix: str = "sync/") -> dict[str, float]:
         """Return the figures for a logger: `version`, `seconds` in all, `gbps` and `stall_s`.
@@ -163,4 +199,7 @@ class SyncReport(_FormerNames):
     def _delta(self) -> str:
         if self.delta is None or not self.delta.sent:
             return ""
-        return f"; a delta of {self.delta.nbytes / 1e6:.1f} MB, {self.delta.share:.2%} of the lines"
+        return (
+            f"; a delta of {self.delta.nbytes / 1e6:.1f} MB, verified in {self.delta.share:.2%} of "
+            f"the lines and a sample of {self.delta.sampled:.2%}"
+        )

@@ -50,6 +50,7 @@ def test_each_call_is_a_span_with_the_figures_of_its_report(spans: InMemorySpanE
         "weightsync.nbytes": 80,
         "weightsync.path": "shared_memory",
         "weightsync.verified": "held",
+        "weightsync.delta": False,
         "weightsync.update_id": report.update_id,
     }
     assert (found["weightsync.update"].attributes or {})["weightsync.version"] == 2

@@ -181,6 +181,30 @@ def test_a_receiver_that_fetched_and_lost_it_before_the_first_delta() -> None:
         assert all(equal(trainer, server) for server in servers)
 
 
+@pytest.mark.parametrize(("scrub", "shards"), [(0.0, False), (0.25, False), (0.25, True)])
+def test_a_delta_says_what_was_compared(scrub: float, *, shards: bool) -> None:
+    """Shards are not compared with the sums of whole lines, so no part of `scrub` counts."""
+    trainer, server = Model(), Model(1)
+    with one_rank():
+        if shards:
+            sharded(server)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(trainer, to=receiver, delta="always", scrub=scrub) as sender:
+            whole = sender.send_weights()
+            small_change(trainer)
+            report = sender.send_weights()
+        last = receiver.last_reply
+    count = sum(-(-tensor.nbytes // 64) for tensor in trainer.state_dict().values())
+    assert report.delta is not None
+    assert report.delta.sent
+    sampled = len(trainer.state_dict()) + (0 if shards else int(scrub * count) + (scrub > 0))
+    assert report.delta.sampled == pytest.approx(sampled / count)
+    assert "which changed, and a sample of" in report.compared
+    assert "sample" not in whole.compared
+    assert last is not None
+    assert last.delta
+
+
 class TestDiscarded:
     """`receiver.discarded()`: the user says that the weights in use are gone."""
 

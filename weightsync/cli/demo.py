@@ -146,7 +146,8 @@ def _follow(console: Console, trainer: Child, num_steps: int) -> tuple[Ready, li
             is_whole = not step.delta.sent
             progress.console.print(text, markup=False, highlight=False)
             progress.advance(task)
-    console.print(f"path: {steps[-1].path}, every update verified: {steps[-1].verified}")
+    levels = ", ".join(sorted({step.verified for step in steps}))
+    console.print(f"path: {steps[-1].path}, updates verified: {levels}")
     proof = _receive(trainer, Proof)
     console.print(_describe_proof(proof), markup=False, style=None if proof.holds else "red")
     return ready, steps, proof

@@ -316,10 +316,11 @@ _OF_UPDATES = frozenset(
 def _committed(reply: StepReply, label: str | None) -> str:
     """Return the line of an update that is committed."""
     named = f" ({label})" if label else ""
+    part = " in the lines that changed" if reply.delta else ""
     seconds = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in reply.seconds.items())
     return (
         f"version {reply.version}{named}: {reply.nbytes / 1e6:.1f} MB, {reply.apply}, verified: "
-        f"{reply.verified}, stall {reply.stall_s * 1e3:.1f} ms; {seconds}"
+        f"{reply.verified}{part}, stall {reply.stall_s * 1e3:.1f} ms; {seconds}"
     )
 
 

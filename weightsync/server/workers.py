@@ -116,6 +116,7 @@ def merge_steps(replies: Sequence[StepReply]) -> StepReply:
         peak_extra_nbytes=sum(reply.peak_extra_nbytes for reply in replies),
         seconds={p: max(reply.seconds.get(p, 0.0) for reply in replies) for p in phases},
         table_digest=_common([reply.table_digest for reply in replies]),
+        delta=any(reply.delta for reply in replies),
     )
 
 

@@ -50,6 +50,7 @@ class DeltaPlanner:
         self._never = why_never(choice, group.manifest)
         self._refusals = self._pause = 0
         self._reason = ""
+        self._sampled = 0
 
     @property
     def may_send(self) -> bool:
@@ -90,14 +91,18 @@ class DeltaPlanner:
             expected = int(most * self.lines)
         else:
             expected = min(int(estimate.share * self.lines) + estimate.marked, self.lines)
+        to_shards = any("shards" in taken for taken in forms)
+        scrub = self._next_scrub()
+        # A line of each tensor; shards hold parts of lines, which the sender's sums do not tell.
+        self._sampled = len(self._group.manifest.specs) + (0 if to_shards else scrub[1])
         return DeltaTask(
             weights_id=weights_id,
             bases=bases,
             expected=expected,
-            scrub=self._next_scrub(),
+            scrub=scrub,
             by_value=by_value and estimate.are_newest,
             keeps=by_value,
-            to_shards=any("shards" in taken for taken in forms),
+            to_shards=to_shards,
         )
 
     def _why_not(self, members: Sequence[Member]) -> str:
@@ -169,6 +174,7 @@ class DeltaPlanner:
             sent=True,
             lines=lines,
             share=lines / max(self.lines, 1),
+            sampled=min(self._sampled / max(self.lines, 1), 1.0),
             nbytes=nbytes,
             saved_nbytes=max(whole - nbytes, 0),
         )

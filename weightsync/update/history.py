@@ -190,6 +190,7 @@ class UpdateTable:
                     apply=reply.apply,
                     verified=reply.verified,
                     seconds=reply.seconds,
+                    delta=reply.delta,
                 )
             )
 

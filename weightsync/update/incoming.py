@@ -180,6 +180,7 @@ class IncomingUpdate:
             peak_extra_nbytes=sum(target.peak_extra_nbytes for target in targets),
             seconds=dict(self.seconds),
             table_digest=self.table_digest,
+            delta=any(isinstance(target, DeltaTarget) for target in targets),
         )
 
     def timed(self, phase: str, started: float) -> None:

@@ -24,7 +24,7 @@ from weightsync.wire.messages import TensorPart
 Apply = Literal["staged", "in_place"]
 """Whether an update is staged until its commit, or written into the weights in use."""
 Verification = Literal["none", "arrived", "held"]
-"""The bytes that are fingerprinted: none, those that arrived, or the weights as read back."""
+"""What was compared in an update; `weightsync.report.COMPARED` says what each level means."""
 _KEPT_DIFFERENCES = 8
 NamedTensor = tuple[str, torch.Tensor]
 LoadWeights = Callable[[Iterable[NamedTensor]], object]
@@ -140,7 +140,8 @@ class WeightSink(ABC):
     """The destination of weights in a receiver.
 
     `manifest` declares the tensors it wants; None where only a hook knows them. `verification` is
-    the strongest proof: `held` (the weights are read back) or `arrived` (the bytes that arrived).
+    the strongest level that its updates reach: `held` where what was written is read back, else
+    `arrived`. weightsync.report.COMPARED has the meaning of both.
     `casts` accepts floating-point tensors of another dtype than declared. `fetchable` False: other
     receivers may not fetch the weights in use.
     """

@@ -428,7 +428,8 @@ class StepReply(Message, frozen=True, kw_only=True):
     """Reply to a step: the receiver's state, the cost of the step, and the level of verification.
 
     `table_digest` names the fingerprints of what arrived. `delta_base` is the id of the weights in
-    use, if the receiver can apply a delta to them.
+    use, if the receiver can apply a delta to them. `delta`: only the lines that changed were
+    written, and verified.
     """
 
     state: str
@@ -442,6 +443,7 @@ class StepReply(Message, frozen=True, kw_only=True):
     seconds: dict[str, Seconds] = {}
     table_digest: str | None = None
     delta_base: UpdateId | None = None
+    delta: bool = False
 
 
 class TensorPart(Message, frozen=True, kw_only=True):
@@ -491,6 +493,7 @@ class UpdateRecord(Message, frozen=True, kw_only=True):
     """Record of a committed update, for status pages and metrics.
 
     `at` is when it was committed, in seconds of Unix time; `duration_s` is from start to commit.
+    `delta`: only the lines that changed were written, and verified.
     """
 
     update_id: str
@@ -503,6 +506,7 @@ class UpdateRecord(Message, frozen=True, kw_only=True):
     verified: str
     label: str | None = None
     seconds: dict[str, Seconds] = {}
+    delta: bool = False
 
 
 class OpenUpdate(Message, frozen=True, kw_only=True):
