@@ -72,10 +72,10 @@ def test_what_is_clear_is_taken(settings: dict[str, Any]) -> None:
          "yields a str: 'weight'"),
         ({"source": lambda: 7}, "tensors are a module, a state dict or (name, tensor) pairs, "
          "not 7"),
-        ({"source": {"a": torch.ones(3, 3).to_sparse()}}, "a is sparse_coo; send a dense tensor, "
-         "as its to_dense() is"),
-        ({"source": {"a": torch.ones(3, device="meta")}}, "a is on the meta device and has no "
-         "bytes to send"),
+        ({"source": {"a": torch.ones(3, 3).to_sparse()}}, "1 tensor cannot be sent: a is "
+         "sparse_coo (send a dense tensor, as its to_dense() is); give connect() a callable that"),
+        ({"source": {"a": torch.ones(3, device="meta")}}, "1 tensor cannot be sent: a is on "
+         "the meta device, without values (send the real tensor); give connect()"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(settings: dict[str, Any], message: str) -> None:

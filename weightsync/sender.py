@@ -87,6 +87,7 @@ from weightsync.weights.finite import CheckFinite
 from weightsync.weights.lines import warm_up
 from weightsync.weights.module_sink import Rename
 from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties
+from weightsync.weights.tensor_kinds import states_beside, warn_of_state
 from weightsync.wire.messages import SharedMemoryUsage
 
 logger = logging.getLogger(__name__)
@@ -1014,7 +1015,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             identity: Hashable = id(source)
         else:
             given = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-            pairs = list(checked_pairs(given))
+            pairs = list(checked_pairs(given, dtype))
             aliases = find_ties(pairs)
             pairs = [(name, tensor) for name, tensor in pairs if name not in aliases]
             specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
@@ -1034,6 +1035,7 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
         with _reading_in_place(source, packed=packed):
             sender = connection.sender
             if sender is None:
+                warn_of_state(states_beside(pairs), "sent")
                 cast = dtype if isinstance(source, nn.Module) else None  # pairs: in their specs
                 sender = make(source, targets, dtype=cast, takeover=takeover, yields=True)
                 connection.settings, connection.packed = settings, packed

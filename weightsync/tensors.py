@@ -93,7 +93,22 @@ def is_plain(tensor: torch.Tensor, spec: TensorSpec) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as `uint8[nbytes]` that shares its memory; never copies."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return as_flat(tensor).view(torch.uint8)
+
+
+def as_flat(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as one dimension whose elements follow each other; never copies."""
+    flat = tensor.detach().view(-1)
+    # Of one element, or none, torch keeps any stride, and then refuses a view of another dtype.
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory; 0 where it has none, on any device and layout."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
 
 
 def contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +140,7 @@ def as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tenso
     if target.dtype is not source.dtype or not plain or width not in _INTEGERS:
         return ends
     if all(end.is_contiguous() for end in ends):
-        ends = (ends[0].view(-1), ends[1].view(-1))
+        ends = (as_flat(ends[0]), as_flat(ends[1]))
         places = [n for end in ends for n in (end.data_ptr(), end.storage_offset() * width)]
         width = math.gcd(target.nbytes, *places, max(_INTEGERS))
     return ends[0].view(_INTEGERS[width]), ends[1].view(_INTEGERS[width])

@@ -14,6 +14,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import sent_dtype, spec_of
 from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
 from weightsync.weights.shards import gather
+from weightsync.weights.tensor_kinds import check_sendable, states_beside, warn_of_state
 
 try:
     from peft import PeftModel
@@ -44,6 +45,9 @@ class MergedSource:
         self._base = _peft_model(model).get_base_model()
         self._tensors = ModuleTensors(self._base)
         self._names = self._plain_names()
+        named = [(name, self._tensors.tensors[i]) for i, name in self._names.items()]
+        check_sendable(named, dtype)
+        warn_of_state(states_beside(named), "sent")
         self._is_named = True
         specs = tuple(
             spec_of(name, self._tensors.tensors[i], dtype) for i, name in self._names.items()

@@ -35,6 +35,7 @@ from weightsync.weights.source import (
     checked,
     groups_of,
 )
+from weightsync.weights.tensor_kinds import check_sendable
 from weightsync.weights.wrapping import converted, forget_changes, innermost
 
 Pair = tuple[str, torch.Tensor]
@@ -122,7 +123,8 @@ class CollectiveSource:
         source = self._innermost
         shards = source if isinstance(source, IterableSource) else None
         made = source.tensors() if shards is None else shards.shards()
-        pairs = checked(made, source.manifest)
+        # Of a source that is split among ranks, this rank may hold some tensors alone.
+        pairs = checked(made, source.manifest, or_meta=shards is not None)
         if self.replicas is not None:
             pairs = self.replicas.noting(pairs)
         for group in self._groups:
@@ -276,7 +278,12 @@ class SourceOfUpdate:
         check_finite: CheckFinite = "off",
     ) -> None:
         self.manifest = given.manifest
-        self.is_made = given.stable_tensors() is None
+        stable = given.stable_tensors()
+        self.is_made = stable is None
+        # A ModuleSource has inspected its own.
+        self._inspects = not isinstance(given, ModuleSource)
+        if stable is not None and self._inspects:
+            check_sendable(self._named(stable))
         self.not_finite: list[str] = []
         self._check_finite = check_finite
         self._given = given
@@ -302,8 +309,14 @@ class SourceOfUpdate:
             self._check_manifest()
             if stable is not None:
                 check_number(self.manifest.specs, stable)
+                if self._inspects:
+                    check_sendable(self._named(stable))
             self._stable = stable
         return self._stable
+
+    def _named(self, stable: Sequence[torch.Tensor]) -> Iterator[Pair]:
+        """Yield stable tensors with their names; another number of them is refused elsewhere."""
+        return zip((spec.name for spec in self.manifest.specs), stable, strict=False)
 
     def _check_manifest(self) -> None:
         """Raise ManifestMismatchError where the source has another manifest than at `connect`.

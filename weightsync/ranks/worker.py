@@ -67,7 +67,14 @@ from weightsync.weights.delta import ChangeLog, DeltaSource, pairs_of
 from weightsync.weights.finite import CheckFinite
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.shards import gather
-from weightsync.weights.source import DescribedSource, NamedTensors, Snapshot, WeightSource
+from weightsync.weights.source import (
+    DescribedSource,
+    NamedTensors,
+    Snapshot,
+    WeightSource,
+    checked_pairs,
+)
+from weightsync.weights.tensor_kinds import check_readable
 from weightsync.weights.wrapping import innermost
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
@@ -601,7 +608,9 @@ class RankWorker:
         """Return this rank's tensors of `pairs`, not gathered. Raises where the ranks differ."""
         given, self.pairs = self.pairs, None
         with self._step():
-            taken = list(given or ())
+            taken = list(checked_pairs(given or ()))
+            for name, tensor in taken:
+                check_readable(name, tensor)
         if self._collective is not None:
             advice = "every rank has to send() the same"
             compare_manifests(manifest_of(taken), self._ranks, advice=advice)

@@ -208,6 +208,8 @@ def _alone_in_its_storage(tensor: torch.Tensor, view: torch.Tensor) -> bool:
         return False
     if tensor.dtype is not view.dtype or not tensor.is_contiguous() or not tensor.is_leaf:
         return False
+    if tensor.is_inference():  # moved, it could not be viewed any more outside of inference mode
+        return False
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size():
         return False

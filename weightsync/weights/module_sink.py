@@ -23,7 +23,9 @@ from weightsync.errors import (
 )
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import (
+    PLAIN_CLASSES,
     TORCH_DTYPES,
+    address_of,
     as_bytes,
     contiguous_bytes,
     from_bytes,
@@ -48,6 +50,13 @@ from weightsync.weights.sink import (
     check_manifest,
     uses,
     write_counts,
+)
+from weightsync.weights.tensor_kinds import (
+    check_writable,
+    lacks_memory,
+    overlaps,
+    states_beside,
+    warn_of_state,
 )
 from weightsync.wire.messages import TensorPart
 
@@ -202,9 +211,12 @@ def _holds(found: Any, held: torch.Tensor | nn.Module | None) -> bool:
 
 def identity(tensor: torch.Tensor) -> object:
     """Return a key, equal for tied tensors: one object, or equal views of the same memory."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+    plain = type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided
+    # Freed tensors, as those on the meta device, all have the address 0.
+    address = address_of(tensor) if plain and not tensor.is_nested else 0
+    if not address or not tensor.numel():
         return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return address, tensor.dtype, tensor.shape, tensor.stride()
 
 
 Swap = Literal["auto", "pointer", "copy"]
@@ -269,9 +281,11 @@ class ModuleSink(WeightSink):
         self.module = module
         self.casts = cast
         self._found = ModuleTensors(module)
+        check_writable(self._named())
         self._held = self._hold()
         self._described = self._describe()
         self.manifest = self._described
+        warn_of_state(states_beside(self._named()), "written", self._found.modules)
         self._chooses = swap == "auto"
         self.swap = self._choose_swap() if swap == "auto" else swap
         self._generation = 0
@@ -430,8 +444,9 @@ class ModuleSink(WeightSink):
         ]
         if fixed:
             raise ManifestMismatchError(
-                f"{len(fixed)} tensors of the receiving module cannot be written to, they are on "
-                f"the meta device (offloaded) or expanded: {shorten(fixed)}; bring them back",
+                f"{len(fixed)} tensors of the receiving module cannot be written to, they have no "
+                f"memory (offloaded) or elements that share it (expanded): {shorten(fixed)}; bring "
+                "them back",
                 mismatched=fixed,
             )
         return groups
@@ -451,12 +466,22 @@ class ModuleSink(WeightSink):
         if unknown:
             raise ConfigError(f"no such tensors here: {', '.join(unknown[:10])}")
         tensors = self.tensors
+        freed = [name for name in wanted if lacks_memory(tensors[index[name]])]
+        if freed:
+            raise ManifestMismatchError(
+                f"{len(freed)} tensors of the receiving module have no memory (offloaded): "
+                f"{shorten(freed)}; bring them back",
+                mismatched=freed,
+            )
         known: dict[int, str] = {}
         for name in wanted:
             i = index[name]
             if i not in known:
                 known[i] = to_hex(mix64(contiguous_bytes(tensors[i])))
         return {name: known[index[name]] for name in wanted}
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return zip(self._found.names, self._found.tensors, strict=True)
 
     def _hold(self) -> list[torch.Tensor]:
         """Return the tensors that this process holds."""
@@ -476,6 +501,7 @@ class ModuleSink(WeightSink):
             )
 
     def _describe(self) -> Manifest:
+        check_writable(self._named(), or_overlapping=True)
         self._inspect()
         self._gpus = frozenset(t.device for t in self._held if t.device.type == "cuda")
         found = zip(self._found.names, self._found.tensors, strict=True)
@@ -531,12 +557,8 @@ def _uses_alone(tensor: torch.Tensor, *, others: int) -> bool:
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is neither on the meta device nor expanded."""
-    strides = tensor.stride()
-    expanded = 0 in strides and any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True)
-    )
-    return not (tensor.is_meta or expanded)
+    """Whether the tensor has memory, and a place of its own in it for each element."""
+    return not (lacks_memory(tensor) or overlaps(tensor))
 
 
 def _takes_bytes(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:

@@ -32,6 +32,7 @@ from weightsync.weights.fingerprint import xxh3
 from weightsync.weights.fused import Batch, bucket_reader, chunk_batches
 from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice, aligned
 from weightsync.weights.source import NamedTensors
+from weightsync.weights.tensor_kinds import check_sendable, no_memory
 
 Acquire = Callable[[int], int]
 """Takes the number of a chunk; waits until its bucket is free and returns the bucket's number."""
@@ -178,7 +179,10 @@ class Packer:
         target = self._bucket(j)[at : at + part.nbytes]
         whole = part.nbytes == spec.nbytes
         if self._on_host and source.device.type == "cpu" and (not whole or is_plain(source, spec)):
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), part.nbytes)
+            address = source.data_ptr()
+            if not address:
+                raise no_memory(spec.name)
+            ctypes.memmove(target.data_ptr(), address, part.nbytes)
             return
         # A source may write its next tensor into the same pinned host memory.
         place = from_bytes(target, spec) if whole else target
@@ -234,9 +238,13 @@ def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) ->
     """
     check_number(specs, tensors)
     # The usual case without a loop in Python, and without tuples for the garbage collector.
-    same = all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, specs)))
-    if same and all(map(torch.Tensor.data_ptr, tensors)):
-        return
+    try:
+        same = all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, specs)))
+        if same and all(map(torch.Tensor.data_ptr, tensors)):
+            return
+    except (RuntimeError, NotImplementedError):  # neither shape nor memory: named below
+        pass
+    check_sendable(((spec.name, t) for spec, t in zip(specs, tensors, strict=True)), or_meta=True)
     wrong = [
         f"{spec.name}: {spec}, now {list(tensor.shape)}"
         for spec, tensor in zip(specs, tensors, strict=True)

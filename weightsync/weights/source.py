@@ -20,6 +20,15 @@ from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_sharded, local_of
+from weightsync.weights.tensor_kinds import (
+    check_readable,
+    check_sendable,
+    refusal,
+    state_beside,
+    states_beside,
+    warn_of_state,
+    why_unsendable,
+)
 
 
 def groups_of(manifest: Manifest) -> list[range]:
@@ -268,6 +277,8 @@ class ModuleSource:
         self._dtypes: list[torch.dtype] = []
         self._take_over()
         self._fits = True
+        named = zip(self._found.names, self._found.tensors, strict=True)
+        warn_of_state(states_beside(named), "sent", self._found.modules)
         self._groups = groups_of(self._manifest)
 
     @property
@@ -385,10 +396,9 @@ class ModuleSource:
         )
 
     def _describe(self) -> Manifest:
-        specs = tuple(
-            spec_of(name, tensor, self._dtype)
-            for name, tensor in zip(self._found.names, self._found.tensors, strict=True)
-        )
+        found = list(zip(self._found.names, self._found.tensors, strict=True))
+        check_sendable(found, self._dtype, or_meta=True)
+        specs = tuple(spec_of(name, tensor, self._dtype) for name, tensor in found)
         return Manifest(specs, self._found.aliases)
 
 
@@ -410,13 +420,14 @@ class IterableSource:
         rename: Rename | None = None,
     ) -> None:
         self._factory = factory
+        self._yields_meta = False
         self._rename = rename_with(rename)
         self._dtype = as_dtype("dtype", dtype)
         self.changed: list[str] = []
         given = factory()
         self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
-            given = list(checked_pairs(given.items()))
+            given = list(checked_pairs(given.items(), self._dtype))
             self._aliases = find_ties(given)
             given = [(name, tensor) for name, tensor in given if name not in self._aliases]
         tied = self._aliases or {}
@@ -462,10 +473,9 @@ class IterableSource:
 
     def _pairs(self, given: NamedTensors | Mapping[str, torch.Tensor]) -> NamedTensors:
         if not isinstance(given, Mapping):
-            return given
-        pairs = list(
-            checked_pairs(given.items())
-        )  # all of them alive, or memory that is used again looks tied
+            return checked_pairs(given, self._dtype, at_once=True, or_meta=self._yields_meta)
+        # All of them alive, or memory that is used again looks tied.
+        pairs = list(checked_pairs(given.items(), self._dtype))
         aliases = find_ties(pairs)
         if self._aliases is not None and aliases != self._aliases:
             changed = sorted(aliases.items() ^ self._aliases.items())
@@ -478,8 +488,12 @@ class IterableSource:
 
     def _describe(self, pairs: NamedTensors) -> tuple[TensorSpec, ...]:
         specs = []
-        for name, tensor in checked_pairs(pairs):
+        states = {}
+        for name, tensor in checked_pairs(pairs, self._dtype):
             specs.append(spec_of(self._rename(name), tensor, self._dtype))
+            if keys := state_beside(tensor):
+                states[name] = keys
+        warn_of_state(states, "sent")
         return tuple(specs)
 
 
@@ -513,6 +527,7 @@ class DescribedSource(IterableSource):
             self._iterated = frozenset(name for group in described.groups() for name in group)
             _check_held(names, self._iterated, self._metadata)
         super().__init__(self._whole, dtype=dtype, rename=rename)
+        self._yields_meta = self.held is not None  # of what other ranks hold
 
     def join(self, share: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Have `share` return each full tensor: a collective of the ranks that hold its parts.
@@ -612,12 +627,24 @@ class StateDictSource(IterableSource):
         super().__init__(lambda: state_dict, dtype=dtype, rename=rename)
 
 
-def checked_pairs(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` pairs. Raises ConfigError for others and for tensors without data."""
+def checked_pairs(
+    pairs: Iterable[object],
+    cast: torch.dtype | None = None,
+    *,
+    at_once: bool = False,
+    or_meta: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `(name, tensor)` pairs. Raises ConfigError for others.
+
+    Tensors that cannot be sent are left out, and named by a ConfigError at the end of all pairs.
+    With `at_once` it comes at the first of them, and a freed tensor is a ManifestMismatchError.
+    `cast` and `or_meta` as in `check_sendable`.
+    """
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
         raise ConfigError(
             f"tensors are a module, a state dict or (name, tensor) pairs, not {pairs!r:.60}"
         )
+    refused = []
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ConfigError(
@@ -627,14 +654,14 @@ def checked_pairs(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
             raise _no_tensor(name, tensor)
-        if tensor.layout is not torch.strided:
-            raise ConfigError(
-                f"{name} is {str(tensor.layout).removeprefix('torch.')}; send a dense tensor, as "
-                "its to_dense() is"
-            )
-        if tensor.is_meta:
-            raise ConfigError(f"{name} is on the meta device and has no bytes to send")
+        if at_once:
+            check_readable(name, tensor, cast, or_meta=or_meta)
+        elif (why := why_unsendable(tensor, cast, or_meta=or_meta)) is not None:
+            refused.append((name, why))
+            continue
         yield name, tensor
+    if refused:
+        raise refusal(refused)
 
 
 def _no_tensor(name: str, value: object) -> ConfigError:
@@ -733,11 +760,14 @@ def _memory(tensor: torch.Tensor) -> object:
     return *where, tensor.shape, shard.placements, shard.device_mesh
 
 
-def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+def checked(
+    pairs: NamedTensors, manifest: Manifest, *, or_meta: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the pairs, and raise ManifestMismatchError at the first that differs from `manifest`.
 
     Without this check a source that differs from its own manifest would send wrong bytes, or keep
-    the receiver waiting.
+    the receiver waiting. Raises ConfigError for a tensor that cannot be sent: its bytes would be
+    read where it has none. `or_meta` allows tensors that another rank holds.
     """
     specs = iter(manifest.specs)
     for position, (name, tensor) in enumerate(pairs):
@@ -748,6 +778,7 @@ def checked(pairs: NamedTensors, manifest: Manifest) -> Iterator[tuple[str, torc
                 "tensor; connect again if the model has changed",
                 unexpected=[name],
             )
+        check_readable(name, tensor, TORCH_DTYPES[spec.dtype], or_meta=or_meta)
         if name != spec.name or tensor.shape != spec.shape or not _fits(tensor.dtype, spec):
             raise _diverges(position, spec, name, tensor)
         yield name, tensor
