@@ -132,16 +132,28 @@ _MISMATCH = re.compile(r".*: offered (\w+)(\[.*\]), wanted (\w+)(\[.*\])", re.DO
 
 
 def _cast_advice(
-    missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    mismatched: Sequence[str],
+    fitting: Iterable[str],
 ) -> str:
-    """Return the `dtype` that makes the tensors equal, where nothing else differs."""
+    """Return what makes the tensors equal, where nothing but floating-point dtypes differ.
+
+    `fitting` are the dtypes of the other tensors, which `dtype=` would cast, too.
+    """
     found = [_MISMATCH.fullmatch(entry) for entry in mismatched]
     wanted = {pair[3] for pair in found if pair is not None and pair[2] == pair[4]}
     same = all(pair is not None and pair[2] == pair[4] for pair in found)
-    if missing or unexpected or not same or len(wanted) != 1 or "float" not in min(wanted):
+    if missing or unexpected or not same or not all("float" in dtype for dtype in wanted):
         return ""
-    kind = "tensor differs" if len(found) == 1 else "tensors differ"
-    return f"The {len(found)} {kind} in dtype only: dtype=torch.{wanted.pop()}"
+    said = f"The {len(found)} {'tensor differs' if len(found) == 1 else 'tensors differ'}"
+    if len(wanted | set(fitting)) == 1:
+        return f"{said} in dtype only: dtype=torch.{wanted.pop()}"
+    return (
+        f"{said} in dtype only, and dtype= would cast all others too: cast these alone in a "
+        'callable (docs/sources.md, "A cast for some of them"), or leave dtype out and give '
+        "WeightReceiver a ModuleSink(module, cast=True)"
+    )
 
 
 class WeightSyncError(Exception):
@@ -168,7 +180,8 @@ class ManifestMismatchError(ProtocolError):
     """The tensors offered are not the tensors wanted.
 
     `missing` are wanted and not offered, `unexpected` are offered and not wanted. Each entry of
-    `mismatched` is `name: offered …, wanted …`.
+    `mismatched` is `name: offered …, wanted …`. `fitting` are the dtypes of the other tensors
+    where these are floating-point: the advice in the message depends on them.
     """
 
     def __init__(
@@ -178,13 +191,14 @@ class ManifestMismatchError(ProtocolError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
+        fitting: Iterable[str] = (),
     ) -> None:
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
-        super().__init__(message or self._describe())
+        super().__init__(message or self._describe(fitting))
 
-    def _describe(self) -> str:
+    def _describe(self, fitting: Iterable[str]) -> str:
         groups = (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
@@ -195,7 +209,7 @@ class ManifestMismatchError(ProtocolError):
             convert_experts(self.missing, self.unexpected)
             or _adapter_advice(self.unexpected)
             or _rename_advice(self.missing, self.unexpected)
-            or _cast_advice(self.missing, self.unexpected, self.mismatched)
+            or _cast_advice(self.missing, self.unexpected, self.mismatched, fitting)
             or "Map names with rename=, cast with dtype=, or send a subset with partial=True."
         )
         # The advice stands before the names, which may take a thousand characters.

@@ -325,6 +325,7 @@ class WeightReceiver:
             status=self.status(),
             path=info.path if info else None,
             payload=self._session.senders.get(info.sender).init_reply() if info else None,
+            widened=self._session.widened(info.sender) if info else None,
         )
 
     def _shutdown(self, request: ShutdownRequest) -> Status:

@@ -86,7 +86,7 @@ from weightsync.update.paths import PathSelector
 from weightsync.weights.finite import CheckFinite
 from weightsync.weights.lines import warm_up
 from weightsync.weights.module_sink import Rename
-from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties
+from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties, rounded_by
 from weightsync.weights.tensor_kinds import states_beside, warn_of_state
 from weightsync.wire.messages import SharedMemoryUsage
 
@@ -901,8 +901,9 @@ def _required(report: SyncReport | None) -> SyncReport:
 class _LatestTensors:
     """WeightSource of the tensors of the current `send_weights` call; holds none between calls."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, rounded: Mapping[str, str]) -> None:
         self.manifest = manifest
+        self.rounded = rounded
         self.pairs: list[tuple[str, torch.Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -1019,7 +1020,8 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             aliases = find_ties(pairs)
             pairs = [(name, tensor) for name, tensor in pairs if name not in aliases]
             specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
-            source = _LatestTensors(Manifest(specs, aliases))
+            rounded = rounded_by(specs, [tensor.dtype for _, tensor in pairs])
+            source = _LatestTensors(Manifest(specs, aliases), rounded)
             identity = source.manifest.digest
         make = partial(
             connect,

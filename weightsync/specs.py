@@ -35,6 +35,9 @@ DTYPE_NBYTES: Mapping[str, int] = {
 }
 """Bytes per element, by the dtype's name without `torch.`."""
 
+FLOATING: frozenset[str] = frozenset(name for name in DTYPE_NBYTES if "float" in name)
+"""The names of the floating-point dtypes."""
+
 DTYPE_ALIASES: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -188,13 +191,15 @@ class Manifest:
 class ManifestDifference:
     """Difference between the tensors that a sender offered and those that a receiver wanted.
 
-    `cut` are tensors offered without others that the receiver needs together with them.
+    `cut` are tensors offered without others that the receiver needs together with them. `fitting`
+    are the floating-point dtypes of the tensors that fit.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
+    fitting: frozenset[str] = frozenset()
 
     def check(self, *, partial: bool, more_follows: bool = False) -> None:
         """Raise ManifestMismatchError with all names at once; `partial` allows missing names.
@@ -205,7 +210,10 @@ class ManifestDifference:
         mismatched = self.mismatched if more_follows else (*self.mismatched, *self.cut)
         if missing or self.unexpected or mismatched:
             raise ManifestMismatchError(
-                missing=missing, unexpected=self.unexpected, mismatched=mismatched
+                missing=missing,
+                unexpected=self.unexpected,
+                mismatched=mismatched,
+                fitting=self.fitting,
             )
 
 
@@ -253,6 +261,7 @@ def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> Manif
     unexpected = [name for name in offered.index if name not in wanted.index]
     missing: list[str] = []
     mismatched: list[str] = []
+    fitting: set[str] = set()
     places = wanted.places()
     for want in wanted.specs:
         sources = {offered.index[name] for name in places[want.name] if name in offered.index}
@@ -265,4 +274,24 @@ def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> Manif
         have = offered.specs[min(sources)]
         if have.shape != want.shape or (have.dtype != want.dtype and not cast):
             mismatched.append(f"{want.name}: offered {have}, wanted {want}")
-    return ManifestDifference(tuple(missing), tuple(unexpected), tuple(mismatched))
+        elif have.dtype in FLOATING:
+            fitting.add(have.dtype)
+    return ManifestDifference(
+        tuple(missing), tuple(unexpected), tuple(mismatched), fitting=frozenset(fitting)
+    )
+
+
+def rounds(before: str, after: str) -> bool:
+    """Whether a cast between these dtypes may round: floating-point ones, and not to a larger."""
+    both = before in FLOATING and after in FLOATING
+    return both and before != after and DTYPE_NBYTES[after] <= DTYPE_NBYTES[before]
+
+
+def find_widened(offered: Manifest, wanted: Manifest) -> list[str]:
+    """Return the names of offered tensors that the receiver holds in a dtype of more digits."""
+    found: dict[str, None] = {}
+    for name, i in offered.index.items():
+        place = wanted.index.get(name)
+        if place is not None and rounds(wanted.specs[place].dtype, offered.specs[i].dtype):
+            found[offered.specs[i].name] = None
+    return list(found)

@@ -14,6 +14,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import sent_dtype, spec_of
 from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
 from weightsync.weights.shards import gather
+from weightsync.weights.source import rounded_by
 from weightsync.weights.tensor_kinds import check_sendable, states_beside, warn_of_state
 
 try:
@@ -52,6 +53,7 @@ class MergedSource:
         specs = tuple(
             spec_of(name, self._tensors.tensors[i], dtype) for i, name in self._names.items()
         )
+        self.rounded = rounded_by(specs, [tensor.dtype for _, tensor in named])
         self._manifest = Manifest(specs, self._aliases())
 
     @property

@@ -115,6 +115,7 @@ class RankWorker:
         self.replicas = ReplicaCheck(ranks, check_replicas)
         self._names = [spec.name for spec in described.manifest.specs]
         self._compares = False
+        self.rounded: Mapping[str, str] = getattr(source, "rounded", {})
         self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}

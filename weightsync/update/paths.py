@@ -30,6 +30,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.ranks.commands import Connect, Open, RankInfo, Withdraw
+from weightsync.specs import FLOATING
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import PROTOCOL, InitReply, InitRequest, Request, ShutdownRequest
@@ -169,6 +170,7 @@ class PathSelector:
         self._paths: dict[str, dict[int, str]] = {}
         self._next_reader: dict[tuple[str, int], int] = {}
         self._manifest = manifest_to_wire(fleet.group.manifest)
+        self._warned: set[Member] = set()
 
     @property
     def layout(self) -> str:
@@ -384,7 +386,37 @@ class PathSelector:
             if answers[i].error is None:
                 answer.member.status = answer.status
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
+                self._warn_of_rounding(answer)
         return answers
+
+    def _warn_of_rounding(self, answer: MemberReply) -> None:
+        """Log a warning, once a member, of tensors that are rounded and then kept in more digits.
+
+        Of a receiver that does not know its dtypes, it names the rounded tensors among others that
+        have the dtype already: a trainer that keeps some tensors in more digits needs these.
+        """
+        rounded, reply = self._group.worker.rounded, answer.reply
+        if not rounded or not isinstance(reply, InitReply) or answer.member in self._warned:
+            return
+        if reply.widened is not None:
+            names = [name for name in reply.widened if name in rounded]
+            seen = "keeps in more digits"
+        else:
+            floating = sum(spec.dtype in FLOATING for spec in self._group.manifest.specs)
+            names = list(rounded) if len(rounded) < floating else []
+            seen = "may keep in more digits (the others have that dtype already)"
+        if not names:
+            return
+        self._warned.add(answer.member)
+        logger.warning(
+            "dtype= rounds %d tensors that %s %s: %s; to send them as they are, cast the others "
+            'alone in a callable (docs/sources.md, "A cast for some of them"), or leave dtype out '
+            "and let the receiver cast, as ModuleSink(module, cast=True) does",
+            len(names),
+            answer.member.target,
+            seen,
+            shorten(f"{name} ({rounded[name]})" for name in names),
+        )
 
     def _assign_index(self, member: Member) -> None:
         """Give a member a new reader index. No index is used twice: an old reader may still read.

@@ -212,6 +212,14 @@ class ReceiverSession:
                 with self.lock:
                     self._claims.joined(info.sender, info.fleet_version, generation=info.generation)
 
+    def widened(self, sender: str) -> list[str] | None:
+        """Return the names of a sender's tensors that are kept here in more digits, as a sink does.
+
+        None where that is not known.
+        """
+        manifest = self.senders.manifest(sender)
+        return self.sink.widened(manifest) if manifest is not None else None
+
     def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
         """Close the engine of a sender (None: of every sender).
 

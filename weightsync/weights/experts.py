@@ -102,6 +102,12 @@ class PerExpertSource(WrappingSource):
         """One name per expert and projection, dtypes as sent, in the order of the source."""
         return self._manifest
 
+    @property
+    def rounded(self) -> Mapping[str, str]:
+        """The tensors that the source rounds, by their names here."""
+        rounded: Mapping[str, str] = getattr(self.source, "rounded", {})
+        return {new: dtype for name, dtype in rounded.items() for new in self._names[name]}
+
     def convert(
         self, pairs: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -188,6 +194,14 @@ class FusedExpertsSource(WrappingSource):
     def manifest(self) -> Manifest:
         """Fused names, dtypes as sent; a fused tensor has the position of its last part."""
         return self._manifest
+
+    @property
+    def rounded(self) -> Mapping[str, str]:
+        """The tensors that the source rounds, by their names here."""
+        rounded: Mapping[str, str] = getattr(self.source, "rounded", {})
+        places = self._places
+        whole = {name: places[name].fused.name if name in places else name for name in rounded}
+        return {self._names[whole[name]]: dtype for name, dtype in rounded.items()}
 
     def convert(
         self, pairs: Iterator[tuple[str, torch.Tensor]]

@@ -25,7 +25,7 @@ from weightsync.errors import (
     VerificationError,
     shorten,
 )
-from weightsync.specs import Manifest, TensorSpec
+from weightsync.specs import Manifest, TensorSpec, rounds
 from weightsync.tensors import TORCH_DTYPES, dtype_name, from_bytes, sent_dtype
 from weightsync.weights.module_sink import Rename, rename_with
 from weightsync.weights.sink import uses
@@ -143,6 +143,16 @@ class SafetensorsSource:
                     for file in opened.values():
                         file.check_unchanged()
                 yield self._rename(stored.name), from_bytes(flat, stored.spec)
+
+    @property
+    def rounded(self) -> dict[str, str]:
+        """The dtypes in the files of tensors that are rounded before they are sent."""
+        pairs = zip(self._manifest.specs, self._sent, strict=True)
+        return {
+            spec.name: stored.spec.dtype
+            for spec, stored in pairs
+            if rounds(stored.spec.dtype, spec.dtype)
+        }
 
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """Return None: the tensors are read for each update."""

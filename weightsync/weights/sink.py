@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import torch
+from torch import nn
 
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
-from weightsync.specs import Manifest, ManifestDifference, compare
+from weightsync.specs import Manifest, ManifestDifference, compare, find_widened, rounds
 from weightsync.tensors import from_bytes
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
@@ -195,6 +196,15 @@ class WeightSink(ABC):
             known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
         return cast(ManifestDifference, known[offered.digest])
 
+    def widened(self, offered: Manifest) -> list[str] | None:
+        """Return the names of offered tensors that this sink keeps in a dtype of more digits.
+
+        None where it does not know the dtypes that it keeps.
+        """
+        if self.manifest is None:
+            return None
+        return find_widened(offered, self.manifest) if self.casts else []
+
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Commit the load targets of one update, in this order; see LoadTarget.commit."""
         for load_target in load_targets:
@@ -372,6 +382,23 @@ class HookSink(WeightSink):
     def cloned_nbytes(self, manifest: Manifest) -> int:
         """Return the bytes of the clones that `call` makes of all tensors of a manifest."""
         return sum(spec.nbytes for spec in manifest.specs) if self.keeps_views else 0
+
+    def widened(self, offered: Manifest) -> list[str] | None:
+        """Return the names of offered tensors that the hook's module keeps in more digits.
+
+        That is known of a module's own method, by the names that both have; else None.
+        """
+        module = getattr(self.load_weights, "__self__", None)
+        if self.manifest is not None or not isinstance(module, nn.Module):
+            return super().widened(offered)
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        known = [spec for spec in offered.specs if spec.name in held]
+        kept = [
+            spec.name
+            for spec in known
+            if rounds(str(held[spec.name].dtype).removeprefix("torch."), spec.dtype)
+        ]
+        return kept if kept or len(known) == len(offered.specs) else None
 
     def call(self, pairs: Sequence[NamedTensor]) -> set[str] | None:
         """Call the hook; return the names that it returns, or None when it returns none."""

@@ -16,7 +16,7 @@ from weightsync import optimizer_steps
 from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
 from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
-from weightsync.specs import Manifest, TensorSpec, changes
+from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_sharded, local_of
@@ -221,6 +221,9 @@ class WeightSource(Protocol):
     A source whose `stable_tensors` is None may also have `made_of() -> (names, tensors)`: the
     tensors from which it makes those that it sends. An update fails with VerificationError where
     these change while it is sent, or where `changed`, which any source may have, then names some.
+    Any source may have `rounded`, the original dtypes by name of the tensors that it casts to a
+    floating-point dtype that is not larger: receivers that keep such a tensor in more digits than
+    it has any more are named in a warning.
     """
 
     @property
@@ -304,6 +307,11 @@ class ModuleSource:
         self._look_again()
         self._report_casts()
         return None if self._sharded or self._casts() else self._tensors
+
+    @property
+    def rounded(self) -> dict[str, str]:
+        """The dtypes that the module has of tensors that are rounded before they are sent."""
+        return rounded_by(self._manifest.specs, self._dtypes)
 
     def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names by which tensors are sent, and the module's own tensors or shards."""
@@ -424,6 +432,7 @@ class IterableSource:
         self._rename = rename_with(rename)
         self._dtype = as_dtype("dtype", dtype)
         self.changed: list[str] = []
+        self.rounded: dict[str, str] = {}
         given = factory()
         self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
@@ -491,6 +500,7 @@ class IterableSource:
         states = {}
         for name, tensor in checked_pairs(pairs, self._dtype):
             specs.append(spec_of(self._rename(name), tensor, self._dtype))
+            self.rounded |= rounded_by(specs[-1:], [tensor.dtype])
             if keys := state_beside(tensor):
                 states[name] = keys
         warn_of_state(states, "sent")
@@ -552,9 +562,11 @@ class DescribedSource(IterableSource):
         return super().gather(name, tensor)
 
     def _describe(self, _: NamedTensors) -> tuple[TensorSpec, ...]:
-        return tuple(
+        specs = tuple(
             spec_of(self._rename(meta.name), _unheld(meta), self._dtype) for meta in self._metadata
         )
+        self.rounded = rounded_by(specs, [meta.dtype for meta in self._metadata])
+        return specs
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a tensor for every name, on the meta device where this rank does not hold it."""
@@ -625,6 +637,16 @@ class StateDictSource(IterableSource):
         rename: Rename | None = None,
     ) -> None:
         super().__init__(lambda: state_dict, dtype=dtype, rename=rename)
+
+
+def rounded_by(specs: Iterable[TensorSpec], given: Iterable[torch.dtype]) -> dict[str, str]:
+    """Return the dtypes that tensors have, by name, where a cast to that of the spec may round."""
+    return {
+        spec.name: str(dtype).removeprefix("torch.")
+        for spec, dtype in zip(specs, given, strict=True)
+        if TORCH_DTYPES[spec.dtype] is not dtype
+        and rounds(str(dtype).removeprefix("torch."), spec.dtype)
+    }
 
 
 def checked_pairs(

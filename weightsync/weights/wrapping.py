@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -83,6 +83,13 @@ class WrappingSource(ABC):
         if stable is None:
             return [], []
         return [spec.name for spec in self.source.manifest.specs], stable
+
+    @property
+    def rounded(self) -> Mapping[str, str]:
+        """The tensors that `source` rounds, under their names here; a subclass maps the names."""
+        rounded: Mapping[str, str] = getattr(self.source, "rounded", {})
+        names = self.manifest.index
+        return {name: dtype for name, dtype in rounded.items() if name in names}
 
     @property
     def changed(self) -> Sequence[str]:

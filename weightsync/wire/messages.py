@@ -416,12 +416,15 @@ class Status(Message, frozen=True, kw_only=True):
 class InitReply(Message, frozen=True, kw_only=True):
     """Reply to init: facts about the receiver, and the path that passed its probe (None: no probe).
 
-    `payload` is the data of the receiver's engine for the sender's engine.
+    `payload` is the data of the receiver's engine for the sender's engine. `widened` are the names
+    of offered tensors that the receiver keeps in a floating-point dtype of more digits; None where
+    it does not know in which dtype they are kept.
     """
 
     status: Status
     path: str | None = None
     payload: Any = None
+    widened: list[str] | None = None
 
 
 class StepReply(Message, frozen=True, kw_only=True):
