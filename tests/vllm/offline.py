@@ -17,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 @contextmanager
-def offline_llm(folder: Path) -> Iterator[Any]:
+def offline_llm(folder: Path, dtype: str = "float32") -> Iterator[Any]:
     """Start vLLM on the model in `folder`, with our engine."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -25,7 +25,7 @@ def offline_llm(folder: Path) -> Iterator[Any]:
     llm = LLM(
         str(folder),
         enforce_eager=True,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=256,
         max_num_seqs=8,
         max_num_batched_tokens=256,

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
@@ -69,6 +71,23 @@ def make_mixture(folder: Path, kind: str) -> Any:
         )
         model = Qwen3MoeForCausalLM(config)
     save(model.float().eval(), folder)
+    return model
+
+
+def make_gpt_oss(folder: Path) -> Any:
+    """Save a GPT-OSS of four experts, with sinks and a window in its first layer; return it."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **_SIZES,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=False,
+    )
+    model: Any = GptOssForCausalLM(config).float().eval()
+    save(model, folder)
     return model
 
 

@@ -16,21 +16,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import (
-    SKIP_LOAD_TENSORS,
-    get_numel_loaded,
-    to_meta_tensor,
-)
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, to_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 
-from weightsync.errors import BackendUnavailableError, ConfigError, shorten
+from weightsync.errors import BackendUnavailableError, ConfigError, TransferError, shorten
 from weightsync.integrations.vllm.checksums import held_checksums
-from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare
+from weightsync.integrations.vllm.direct_writes import DirectWrites
+from weightsync.integrations.vllm.writes import Place, TensorKey, WriteCounter, places_of
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare, union
 from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
@@ -84,6 +83,10 @@ class Reload:
         self.vllm_config = vllm_config
         self.is_open = False
         self._once_only: list[Any] = []
+        self._before: list[_Held] = []
+        self._shared: list[list[nn.Module]] = []
+        self._sinks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._writes: DirectWrites | None = None
 
     def begin(self) -> None:
         """Prepare the layers for loading; does nothing where they are prepared.
@@ -92,40 +95,92 @@ class Reload:
         """
         refuse_asleep("loading weights")
         if not self.is_open:
+            self._before = [_Held(layer) for layer in self.model.modules()]
+            self._shared = shared_layers(self.model)
+            self._sinks = sinks_in_other_dtypes(self.model)
             self.is_open = True
             self._once_only = once_only_methods(self.model)
             with self._configured():
                 initialize_layerwise_reload(self.model)
 
     def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give weights to the model. It may keep a tensor until its layer is complete."""
+        """Give weights to the model. It may keep a tensor until its layer is complete.
+
+        Raises TransferError where the model writes weights in a way that the reload would lose.
+        """
+        if self._writes is None:
+            self._writes = DirectWrites(self.model)
+        with self._configured(), self._writes.carried():
+            cast(Any, self.model).load_weights(self._writes.between(pairs))
+
+    def try_load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give tensors without memory to the model, in a dry run that counts what it writes."""
         with self._configured():
             cast(Any, self.model).load_weights(pairs)
 
-    def end(self) -> None:
-        """Complete every layer; a layer without new weights keeps the old ones."""
-        if not self.is_open:
-            return
-        with self._configured(), quiet_about_layers():
-            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-            self.is_open = False
-            for head in tied_layers(self.model):
-                _process(head)
+    def end(self, *, whole: bool = False) -> None:
+        """Complete every layer; a layer without new weights keeps the old ones.
 
-    def abandon(self) -> None:
-        """Drop the tensors of incomplete layers; complete layers keep the new weights.
-
-        The model can compute afterwards, with a mixture of weights. A reload that stays open ends
-        the process at the next step, and mixes the next weights with the tensors that it kept.
+        Raises TransferError where a `whole` model was loaded, and a layer would keep the old ones.
         """
         if not self.is_open:
             return
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        self.end()
+        with self._configured():
+            if self._writes is not None:
+                self._writes.complete()
+                if whole:
+                    self._refuse_old_weights(self._writes)
+            self._finalize()
+            for head in tied_layers(self.model):
+                _process(head)
+            with torch.inference_mode():  # a kernel made them in it
+                for sinks, parameter in self._sinks:
+                    sinks.copy_(parameter)
+
+    def abandon(self) -> None:
+        """Put incomplete layers back as they were; complete layers keep the new weights.
+
+        After a dry run nothing has changed. Else the model can compute afterwards, with a mixture
+        of weights. A reload that stays open ends the process at the next step, and mixes the next
+        weights with the tensors that it kept.
+        """
+        if not self.is_open:
+            return
+        for held in self._before:
+            if get_layerwise_info(held.layer).can_load():
+                held.restore()
+        if self._writes is None:
+            with self._configured():
+                self._finalize()
+        else:
+            self._writes = None
+            self.end()
+
+    def shares(self, layer: nn.Module) -> list[nn.Module]:
+        """Return the layers that have a weight of this one, itself included, while it is open."""
+        return next((group for group in self._shared if layer in group), [layer])
+
+    def _finalize(self) -> None:
+        """Run vLLM's end, and put back what it drops: the attributes that were None."""
+        with quiet_about_layers():
+            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+        self.is_open = False
+        if self._writes is not None:
+            self._writes.restore_buffers()
+        for held in self._before:
+            held.restore_absent()
+        self._before, self._shared, self._writes = [], [], None
+
+    def _refuse_old_weights(self, writes: DirectWrites) -> None:
+        """Raise TransferError naming the layers that got nothing of a whole model."""
+        names = [
+            f"{path}.{name}"
+            for path, layer in self.model.named_modules()
+            if not any(map(writes.has_weights, self.shares(layer)))
+            for name in loaded_parameters(layer)
+        ]
+        if names:
+            raise TransferError(old_weights(self.model, names))
 
     @contextmanager
     def _configured(self) -> Iterator[None]:
@@ -136,6 +191,145 @@ class Reload:
             _processing_as_at_first(self._once_only),
         ):
             yield
+
+
+class _Held:
+    """The tensors of one layer before a reload, in which some attributes may be None."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self._parameters = dict(layer._parameters)
+        self._buffers = dict(layer._buffers)
+        self._transient = set(layer._non_persistent_buffers_set)
+        self._loaders = [
+            (tensor, getattr(tensor, "weight_loader", None))
+            for tensor in get_layer_tensors(layer).values()
+        ]
+
+    def restore(self) -> None:
+        """Put the layer back as it was, and end vLLM's reload of it."""
+        layer = self.layer
+        for held, before in (
+            (layer._parameters, self._parameters),
+            (layer._buffers, self._buffers),
+        ):
+            held.clear()
+            held.update(cast(Any, before))
+        layer._non_persistent_buffers_set.clear()
+        layer._non_persistent_buffers_set.update(self._transient)
+        for tensor, loader in self._loaders:
+            if loader is not None:
+                tensor.weight_loader = loader
+            elif getattr(tensor, "weight_loader", None) is not None:
+                del tensor.weight_loader
+        get_layerwise_info(layer).reset()
+
+    def restore_absent(self) -> None:
+        """Declare the tensors that were None, which a kernel looks up and vLLM's end deletes."""
+        for name, tensor in self._parameters.items():
+            if tensor is None and not hasattr(self.layer, name):
+                self.layer.register_parameter(name, None)
+        for name, buffer in self._buffers.items():
+            if buffer is None and not hasattr(self.layer, name):
+                self.layer.register_buffer(name, None)
+
+
+_FROM_CONFIG = ("input_scale_ub",)
+"""Parameters that vLLM makes from the quantization's configuration; no checkpoint has them."""
+
+
+def loaded_parameters(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's parameters that weights are loaded into.
+
+    Not those of attention: vLLM creates scales and zero points there, with defaults that stand
+    where a checkpoint has none.
+    """
+    if is_deferred_attention_layer(layer):
+        return []
+    return [
+        name
+        for name, parameter in layer._parameters.items()
+        if parameter is not None
+        and get_tensor_load_numel(parameter)
+        and name not in SKIP_LOAD_TENSORS
+        and name not in _FROM_CONFIG
+    ]
+
+
+def old_weights(model: nn.Module, names: Sequence[str]) -> str:
+    """Return the message about parameters that would keep their old weights."""
+    return (
+        f"{shorten(names)}: {type(model).__name__} loads nothing into them in a reload, though it "
+        "is given a whole model; they would keep their old weights. Its load_weights writes them "
+        "in a way that vLLM's reload does not see: restart this server from a checkpoint in place "
+        "of an update"
+    )
+
+
+def ties_head(model: nn.Module, model_config: Any) -> bool:
+    """Whether the model takes its head from the embeddings, whatever it is given for it.
+
+    A checkpoint whose configuration ties them may have a head of its own, which vLLM then uses.
+    """
+    tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
+    untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
+    return tied and (not untied or bool(tied_layers(model)))
+
+
+def refuse_fixed_kernels(model: nn.Module) -> None:
+    """Raise ConfigError for layers whose kernels compute with tensors that a reload frees.
+
+    vLLM's int8 kernel of oneDNN is made with the address of a layer's scales. vLLM's reload makes
+    it anew with scales that it frees afterwards, so that the layer computes NaN.
+    """
+    names = [
+        path
+        for path, layer in model.named_modules()
+        if hasattr(getattr(getattr(layer, "scheme", None), "kernel", None), "dnnl_handler")
+    ]
+    if names:
+        raise ConfigError(
+            f"{shorten(names)}: computed in int8 by a oneDNN kernel of vLLM, which after a reload, "
+            "vLLM's own too, reads scales whose memory is freed, and computes NaN. This server "
+            "keeps the weights that it was started with; serve the model unquantized, or in fp8 "
+            "with a scale for each channel, to update it"
+        )
+
+
+def shared_layers(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the groups of layers that share a weight."""
+    groups: defaultdict[int, list[nn.Module]] = defaultdict(list)
+    for layer in model.modules():
+        for parameter in layer._parameters.values():
+            if parameter is not None and not parameter.is_meta and parameter.numel():
+                groups[parameter.data_ptr()].append(layer)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def sinks_in_other_dtypes(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the copies that attention kernels made of a parameter, each with that parameter.
+
+    A kernel that computes with attention sinks in float32 casts them at its first step, and does
+    not look at the parameter again. Called while both have the same values.
+    """
+    found = []
+    layers = dict(model.named_modules())
+    for path, layer in layers.items():
+        sinks = getattr(getattr(layer, "impl", None), "sinks", None)
+        if not isinstance(sinks, torch.Tensor) or not is_deferred_attention_layer(layer):
+            continue
+        above = layers[path.rpartition(".")[0]]
+        held = [
+            p for p in (*above._parameters.values(), *layer._parameters.values()) if p is not None
+        ]
+        if any(parameter.data_ptr() == sinks.data_ptr() for parameter in held):
+            continue
+        found += [
+            (sinks, parameter)
+            for parameter in held
+            if parameter.shape == sinks.shape and torch.equal(parameter.to(sinks.dtype), sinks)
+        ][:1]
+    return found
 
 
 def once_only_methods(model: nn.Module) -> list[Any]:
@@ -178,7 +372,11 @@ def _processing_as_at_first(methods: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def quiet_about_layers() -> Iterator[None]:
-    """Silence vLLM's warning for each layer without weights: our sink checks for missing ones."""
+    """Silence vLLM's warning for each layer without weights.
+
+    It also comes for tied layers and for buffers. After a whole model `Reload.end` raises in its
+    place, and a part of a model is compared with what its layers need before it is loaded.
+    """
     logger = logging.getLogger(_VLLM_LOGGER)
     before = logger.disabled
     logger.disabled = True
@@ -213,22 +411,21 @@ def _process(layer: nn.Module) -> None:
         process(layer)
 
 
-ParameterKey = tuple[str, str]
-"""A layer of the model, and the name of its tensor."""
-
-
 @dataclass(slots=True)
 class Trial:
     """The result of a dry run of a manifest.
 
     `mismatched` are the tensors that do not fit, `cut` the layers that would be loaded in part,
-    `ignored` the names that no loader took, `untouched` the layers that got no weights.
+    `ignored` the names of which nothing was written, `untouched` the parameters that got nothing,
+    `left` those of layers that got nothing at all. `ended`: load_weights returned.
     """
 
     mismatched: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     untouched: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    ended: bool = False
 
 
 def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
@@ -236,12 +433,13 @@ def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
 
     Called between decode steps, while no reload is open.
     """
-    recorder = _LoadRecorder(manifest, names)
     reload.begin()
     try:
-        with recorder.recording(reload.model):
+        recorder = _LoadRecorder(reload, manifest, names)
+        with recorder.recording():
             try:
-                reload.load(recorder.pairs())
+                reload.try_load(recorder.pairs())
+                recorder.trial.ended = True
             except Exception as exc:  # noqa: BLE001  # a model's code may raise anything
                 recorder.note(f"load_weights raised {type(exc).__name__}: {exc}")
         return recorder.result()
@@ -252,14 +450,17 @@ def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
 class _LoadRecorder:
     """Records which parameters a model's load_weights would load, and from which tensors."""
 
-    def __init__(self, manifest: Manifest, names: list[str]) -> None:
+    def __init__(self, reload: Reload, manifest: Manifest, names: list[str]) -> None:
+        self._reload = reload
         self._manifest = manifest
         self._names = names
         self._current = ""
-        self._trial = Trial()
-        self._wanted: dict[ParameterKey, int] = {}
-        self._loaded: defaultdict[ParameterKey, int] = defaultdict(int)
-        self._sources: defaultdict[ParameterKey, list[str]] = defaultdict(list)
+        self.trial = Trial()
+        self._places = places_of(reload.model)
+        self._counter = WriteCounter(dict(self._places), self._refused)
+        self._counter.on_write = self._written
+        self._wanted: dict[TensorKey, int] = {}
+        self._sources: defaultdict[TensorKey, list[str]] = defaultdict(list)
         self._taken: set[str] = set()
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -274,28 +475,31 @@ class _LoadRecorder:
         """Record that the current tensor does not fit."""
         index = self._manifest.index.get(self._current)
         offered = f"offered {self._manifest.specs[index]}" if index is not None else "offered"
-        self._trial.mismatched.append(f"{self._current}: {offered}, {what}")
+        self.trial.mismatched.append(f"{self._current}: {offered}, {what}")
 
     @contextmanager
-    def recording(self, model: nn.Module) -> Iterator[None]:
-        """Replace the loaders of all parameters by ones that record."""
+    def recording(self) -> Iterator[None]:
+        """Replace the loaders of all parameters by ones that record, and count all writes."""
         replaced: list[tuple[torch.Tensor, Any]] = []
         try:
-            for path, layer in model.named_modules():
+            for path, layer in self._reload.model.named_modules():
+                self._wanted.update(
+                    ((path, name), get_tensor_load_numel(layer._parameters[name]))
+                    for name in loaded_parameters(layer)
+                )
                 for name, tensor in get_layer_tensors(layer).items():
                     loader = getattr(tensor, "weight_loader", None)
-                    if name in SKIP_LOAD_TENSORS or loader is None:
-                        continue
-                    if name in layer._parameters:
-                        self._wanted[path, name] = get_tensor_load_numel(tensor)
-                    replaced.append((tensor, loader))
-                    tensor.weight_loader = self._recorder((path, name), _unwrapped(loader))
-            yield
+                    if loader is not None:
+                        place = Place(path, layer, name, tensor)
+                        replaced.append((tensor, loader))
+                        tensor.weight_loader = self._recorder(place, _unwrapped(loader))
+            with self._counter:
+                yield
         finally:
             for tensor, loader in reversed(replaced):
                 tensor.weight_loader = loader
 
-    def _recorder(self, key: ParameterKey, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorder(self, place: Place, loader: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(loader)
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
@@ -303,43 +507,69 @@ class _LoadRecorder:
             bound.apply_defaults()
             param = bound.arguments.get("param")
             if isinstance(param, torch.Tensor) and not param.is_meta:
-                bound.arguments["param"] = to_meta_tensor(param)
-            return self._load(key, loader, bound)
+                bound.arguments["param"] = without_memory = to_meta_tensor(param)
+                self._counter.stand_in(place, without_memory)
+            return self._load(place, loader, bound)
 
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]  # as vLLM marks its own
         return online_process_loader
 
-    def _load(
-        self, key: ParameterKey, loader: Callable[..., Any], args: inspect.BoundArguments
-    ) -> Any:
-        """Run a loader on a meta tensor, and count the elements that it would write."""
-        self._taken.add(self._current)
-        self._sources[key].append(self._current)
+    def _load(self, place: Place, loader: Callable[..., Any], args: inspect.BoundArguments) -> Any:
+        """Run a loader on a meta tensor."""
+        self._written(place.key)
+        self._counter.in_loader = True
         try:
-            numel, result = get_numel_loaded(loader, args)
+            return loader(*args.args, **args.kwargs)
         except (AssertionError, RuntimeError, ValueError, IndexError) as exc:
-            reason = f" ({exc})" if str(exc) else ""
-            self.note(f"which does not fit {'.'.join(key)}{reason}")
-            self._loaded[key] = self._wanted.get(key, 0)
+            self._refused(place, str(exc))
             return None
-        self._loaded[key] += numel
-        return result
+        finally:
+            self._counter.in_loader = False
+
+    def _written(self, key: TensorKey) -> None:
+        """Record that the current tensor is written to a parameter."""
+        self._taken.add(self._current)
+        sources = self._sources[key]
+        if self._current not in sources[-1:]:
+            sources.append(self._current)
+
+    def _refused(self, place: Place, reason: str) -> None:
+        """Record that the current tensor does not fit where it is written to."""
+        self.note(f"which does not fit {place}{f' ({reason})' if reason else ''}")
+        self._counter.touched.add(place.key)
+        self._counter.counts[place.key] = place.numel
 
     def result(self) -> Trial:
-        """Compare the loaded elements with those that each layer needs."""
-        for key, numel in self._wanted.items():
-            loaded = self._loaded[key]
-            if not loaded:
-                if numel:
-                    self._trial.untouched.append(".".join(key))
-            elif loaded < numel:
-                self._trial.cut.append(
-                    f"{shorten(self._sources[key])}: offered alone, wanted together with all "
-                    f"that vLLM fuses into {'.'.join(key)} ({loaded} of its {numel} elements); "
-                    "send them in one message"
+        """Compare the written elements with those that each layer needs."""
+        trial, touched = self.trial, self._counter.touched
+        layers = dict(self._reload.model.named_modules())
+        loaded = {path for path, _ in touched}
+        given = {layers[path] for path in loaded}
+        for (path, name), numel in self._wanted.items():
+            written, whole = self._counter.counts[path, name], f"{path}.{name}"
+            if (path, name) in touched:
+                if 0 < written < numel:
+                    trial.cut.append(
+                        f"{shorten(self._sources[path, name])}: offered alone, wanted together "
+                        f"with all that vLLM fuses into {whole} ({written} of its {numel} "
+                        "elements); send them in one message"
+                    )
+                continue
+            if not given.isdisjoint(self._reload.shares(layers[path])) and path not in loaded:
+                continue  # the weight is that of a layer that gets it
+            trial.untouched.append(whole)
+            if path not in loaded:
+                trial.left.append(whole)
+            elif layers[path]._parameters[name].is_meta:  # vLLM gives it memory of any content
+                sources = [
+                    s for key, names in self._sources.items() if key[0] == path for s in names
+                ]
+                trial.cut.append(
+                    f"{shorten(sources)}: offered without what is loaded into {whole}, wanted "
+                    "together; send them in one message"
                 )
-        self._trial.ignored = [name for name in self._names if name not in self._taken]
-        return self._trial
+        trial.ignored = [name for name in self._names if name not in self._taken]
+        return trial
 
 
 def _unwrapped(loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,7 +602,7 @@ class VllmSink(WeightSink):
         self.reload = Reload(model, vllm_config)
         self._device = device
         config = vllm_config.model_config
-        self._ties_head = getattr(config.hf_text_config, "tie_word_embeddings", False)
+        self._ties_head = ties_head(model, config)
         self._pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
         self._checkpoint = _checkpoint_manifest(config)
         self._known: dict[str, ManifestDifference] = {}
@@ -417,6 +647,9 @@ class VllmSink(WeightSink):
             name: kept for load_target in staged for name, kept in load_target.staged_tensors()
         }
         counts = [uses(flat) for _, flat in tensors.values()]
+        manifests = [load_target.manifest for load_target in staged]
+        sent = manifests[0] if len(manifests) == 1 else union(manifests, self.ties)
+        whole = not self.difference(sent).missing
         for load_target in staged:
             load_target.holds_commit(whole=False)
         self.reload.begin()
@@ -424,7 +657,7 @@ class VllmSink(WeightSink):
             self.reload.load(
                 (name, from_bytes(flat, spec)) for name, (spec, flat) in tensors.items()
             )
-            self.reload.end()
+            self.reload.end(whole=whole)
         except BaseException:
             self.reload.abandon()
             raise
@@ -456,13 +689,18 @@ class VllmSink(WeightSink):
                 "an update in place is half loaded, so other tensors cannot be tried out; send "
                 "them in the same message"
             )
+        refuse_fixed_kernels(self.reload.model)
         wanted = self._checkpoint
         known = compare(offered, wanted, cast=True) if wanted else ManifestDifference()
         if known.unexpected or known.mismatched:
             return known
-        if wanted and not known.missing:
-            return known  # the model was loaded from the same tensors
         trial = try_out(self.reload, offered, self.given_names(offered))
+        if wanted and not known.missing:
+            # The model was loaded from the same tensors: all fit, but a reload may lose some. Where
+            # the dry run did not get to its end, the commit looks at the same layers.
+            if trial.ended and trial.left:
+                raise ConfigError(old_weights(self.reload.model, trial.left))
+            return known
         missing, unexpected = known.missing, known.unexpected
         if not wanted:
             tied = self._ties_head
@@ -503,7 +741,7 @@ class _InPlaceLoadTarget(_AwakeLoadTarget):
         reload.load([*kept, *tied])
 
     def commit(self) -> None:
-        self._sink.reload.end()
+        self._sink.reload.end(whole=True)
 
     def discard(self) -> None:
         self._sink.reload.abandon()
@@ -519,6 +757,7 @@ class _StagedLoadTarget(_AwakeLoadTarget, ArenaTarget):
 
     def __init__(self, sink: VllmSink, layout: StreamLayout) -> None:
         self._sink = sink
+        self.manifest = layout.manifest
         self._specs = layout.manifest.specs
         self._names = sink.given_names(layout.manifest)
         self._index = layout.manifest.index
