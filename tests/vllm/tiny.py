@@ -86,8 +86,8 @@ def make_gpt_oss(folder: Path) -> Any:
         layer_types=["sliding_attention", "full_attention"],
         tie_word_embeddings=False,
     )
-    model: Any = GptOssForCausalLM(config).float().eval()
-    save(model, folder)
+    model: Any = GptOssForCausalLM(config)
+    save(model.float().eval(), folder)
     return model
 
 

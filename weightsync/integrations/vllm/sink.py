@@ -22,7 +22,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
+    SKIP_MODULES,
+    to_meta_tensor,
+)
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 
 from weightsync.errors import BackendUnavailableError, ConfigError, TransferError, shorten
@@ -153,6 +157,7 @@ class Reload:
             with self._configured():
                 self._finalize()
         else:
+            self._writes.restore_buffers()
             self._writes = None
             self.end()
 
@@ -241,10 +246,10 @@ _FROM_CONFIG = ("input_scale_ub",)
 def loaded_parameters(layer: nn.Module) -> list[str]:
     """Return the names of a layer's parameters that weights are loaded into.
 
-    Not those of attention: vLLM creates scales and zero points there, with defaults that stand
-    where a checkpoint has none.
+    Not those that vLLM makes itself: scales and zero points of attention, whose defaults stand
+    where a checkpoint has none, and the modules that its reload leaves alone.
     """
-    if is_deferred_attention_layer(layer):
+    if is_deferred_attention_layer(layer) or type(layer).__name__ in SKIP_MODULES:
         return []
     return [
         name
@@ -264,16 +269,6 @@ def old_weights(model: nn.Module, names: Sequence[str]) -> str:
         "in a way that vLLM's reload does not see: restart this server from a checkpoint in place "
         "of an update"
     )
-
-
-def ties_head(model: nn.Module, model_config: Any) -> bool:
-    """Whether the model takes its head from the embeddings, whatever it is given for it.
-
-    A checkpoint whose configuration ties them may have a head of its own, which vLLM then uses.
-    """
-    tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
-    untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
-    return tied and (not untied or bool(tied_layers(model)))
 
 
 def refuse_fixed_kernels(model: nn.Module) -> None:
@@ -602,7 +597,7 @@ class VllmSink(WeightSink):
         self.reload = Reload(model, vllm_config)
         self._device = device
         config = vllm_config.model_config
-        self._ties_head = ties_head(model, config)
+        self._ties_head = getattr(config.hf_text_config, "tie_word_embeddings", False)
         self._pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
         self._checkpoint = _checkpoint_manifest(config)
         self._known: dict[str, ManifestDifference] = {}
