@@ -251,6 +251,16 @@ def test_a_server_computes_what_was_sent(tmp_path: Path, workers: int) -> None:
                 change(model, seed)
                 assert sender.send_weights().verified == "arrived"
                 served.assert_computes(model)
+        # All workers but the first clear a bias that they are given: no delta builds on that.
+        with ws.connect(model, to=served.url, delta="always") as sender:
+            sent = []
+            for _ in range(3):
+                with torch.no_grad():
+                    model.lm_head.weight[3, :4] += 0.1
+                delta = sender.send_weights().delta
+                sent.append(delta is not None and delta.sent)
+                served.assert_computes(model)
+        assert sent == [False, workers == 1, workers == 1]
 
 
 def test_sinks_that_a_kernel_has_cast(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from weightsync.weights.sink import (
     own_storage,
     refuse_kept,
     uses,
+    write_counts,
 )
 
 _ALLOCATORS = {
@@ -638,9 +639,11 @@ class VllmSink(WeightSink):
                 load_target.commit()
         if not staged:
             return
-        tensors = {
-            name: kept for load_target in staged for name, kept in load_target.staged_tensors()
-        }
+        with torch.inference_mode(False):  # or writes to them are not counted
+            tensors = {
+                name: kept for load_target in staged for name, kept in load_target.staged_tensors()
+            }
+        before = write_counts(flat for _, flat in tensors.values())
         counts = [uses(flat) for _, flat in tensors.values()]
         manifests = [load_target.manifest for load_target in staged]
         sent = manifests[0] if len(manifests) == 1 else union(manifests, self.ties)
@@ -658,8 +661,10 @@ class VllmSink(WeightSink):
             raise
         # The next update would overwrite a tensor that vLLM kept.
         refuse_kept([(name, flat) for name, (_, flat) in tensors.items()], counts)
+        # A model may clear what it is given, as GPT-OSS does with a bias that another worker adds.
+        unchanged = before is not None and before == write_counts(f for _, f in tensors.values())
         for load_target in staged:
-            load_target.holds_commit()
+            load_target.holds_commit(unchanged)
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """The whole stream: every worker stages it before it is cut into shards."""
