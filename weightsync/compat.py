@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -98,9 +98,15 @@ class IPCTrainerSendWeightsArgs:
 
 
 class IPCWeightTransferEngine:
-    """Both sides of vLLM's IPC weight transfer; handles are typed JSON, never pickles."""
+    """Both sides of vLLM's IPC weight transfer; handles are typed JSON, never pickles.
 
-    def __init__(self) -> None:
+    `config` and `parallel_config` are vLLM's, and are not used: handles need neither.
+    """
+
+    init_info_cls: ClassVar = IPCWeightTransferInitInfo
+    update_info_cls: ClassVar = IPCWeightTransferUpdateInfo
+
+    def __init__(self, config: object = None, parallel_config: object = None) -> None:
         self._keys = [*local_gpu_keys(), host_key()]
 
     @staticmethod
@@ -120,11 +126,12 @@ class IPCWeightTransferEngine:
 
         Raises what the receivers raised, and ConfigError for wrong arguments. Raises
         ManifestMismatchError if ranks send different tensors, and VerificationError if they send
-        different bytes. Unpacked, a tensor that changes during the call is a VerificationError,
-        too: host memory is then not delivered, but receivers of GPU memory may already use a
-        mixture. Packed, changes are not detected. An error of one rank is raised on all ranks, with
-        the rank's number. A rank that does not call within `timeout_s` is a TransferTimeout with
-        its number. After an error all ranks may call again.
+        different bytes, also in host memory, which only one rank of a host exports. Unpacked, a
+        tensor that changes during the call is a VerificationError, too: host memory is then not
+        delivered, but receivers of GPU memory may already use a mixture. Packed, changes are not
+        detected. An error of one rank is raised on all ranks, with the rank's number. A rank that
+        does not call within `timeout_s` is a TransferTimeout with its number. After an error all
+        ranks may call again.
         """
         with _trainer_ranks(_timeout_of(trainer_args)) as ranks, ExitStack() as stack:
             args = ranks.together(lambda: _typed(trainer_args))
@@ -177,13 +184,17 @@ class IPCWeightTransferEngine:
     ) -> Received:
         """Open the handles, pass every tensor to `load_weights`, close the handles.
 
-        Raises ConfigError (a ValueError) for another kind of update info, HandleError with the
-        devices offered if this process has none of them, and TransferError if `load_weights` kept a
-        tensor.
+        Raises ConfigError (a ValueError) for another kind of update info, a HandleError that is
+        also a ValueError, with the devices offered, if this process has none of them, and
+        TransferError if `load_weights` kept a tensor.
         """
-        info = (
-            self.parse_update_info(update_info) if isinstance(update_info, Mapping) else update_info
-        )
+        # A struct that a user made of plain data has plain dicts in the place of handles.
+        plain = msgspec.to_builtins(update_info)
+        if not isinstance(plain, Mapping):
+            raise ConfigError(
+                f"update_info is a mapping or a HandlesUpdate, not {type(update_info).__name__}"
+            )
+        info = self.parse_update_info(plain)
         sink = HookSink(load_weights)
         context = LoadContext(
             open_target=lambda layout: sink.open_target(layout, "in_place"),
@@ -252,7 +263,7 @@ def _nothing() -> None:
 
 
 class _Export(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a message: its handles, and fingerprints if it exports all tensors."""
+    """One rank's part of a message: its handles, and the fingerprints of all tensors."""
 
     handles: list[KeyedHandle]
     fingerprints: list[str]
@@ -301,7 +312,7 @@ def _merged(
 def _compare_bytes(manifest: Manifest, exports: list[_Export], ranks: RankComm) -> None:
     """Raise VerificationError if fingerprints differ. All ranks compare the same lists."""
     for rank, part in enumerate(exports):
-        pairs = zip(manifest.specs, exports[0].fingerprints, part.fingerprints, strict=False)
+        pairs = zip(manifest.specs, exports[0].fingerprints, part.fingerprints, strict=True)
         wrong = [spec.name for spec, first, other in pairs if first != other]
         if wrong:
             raise VerificationError(
@@ -343,8 +354,7 @@ def _unpacked(pairs: NamedTensors, exports_host: bool) -> Generator[_Message]:
                 handles.append(_host_handle(segment, at))
                 at += aligned(flat.numel())
         _synchronize(flats)
-        complete = exports_host or not all(on_host)
-        fingerprints = [to_hex(mix64(flat)) for flat in flats] if complete else []
+        fingerprints = [to_hex(mix64(flat)) for flat in flats]
         if all(on_host):
             _check_unchanged(watch.end())  # the exported memory is a copy from here on
         yield _Message(manifest, _Export(handles=handles, fingerprints=fingerprints))
@@ -377,7 +387,8 @@ def _packed(pairs: NamedTensors, limit: int, exports_host: bool) -> Generator[_M
             if bucket is not None and exported:
                 export = bucket.fill(group)
             else:
-                export = _Export(handles=[{}], fingerprints=[])
+                flats = (contiguous_bytes(tensor) for _, tensor in group)
+                export = _Export(handles=[{}], fingerprints=[to_hex(mix64(f)) for f in flats])
             group.clear()
             yield _Message(manifest, export)
     finally:

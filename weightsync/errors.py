@@ -26,6 +26,7 @@ WeightSyncError
 |  +- PeerLostError           .ranks: a process at the other end died or left
 |  +- VerificationError       .names
 +- ProcessLostError           .process .pid .exitcode: a process of this server ended by itself
+|                             (also a RuntimeError)
 +- AuthError                  401 or 403
 +- RemoteError                the peer raised another type: .remote_type .remote_message
 
@@ -334,7 +335,7 @@ class VerificationError(TransferError):
         )
 
 
-class ProcessLostError(WeightSyncError):
+class ProcessLostError(WeightSyncError, RuntimeError):
     """A child process of this server ended unexpectedly. Start the server again.
 
     `exitcode` is that of multiprocessing: after a signal, the negative signal number.

@@ -372,8 +372,36 @@ def test_one_segment_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.Monk
 def test_no_handle_for_this_process_lists_what_was_offered() -> None:
     info = {"names": ["a"], "dtype_names": ["int8"], "shapes": [[1]]}
     handle = {"kind": "segment", "name": "weightsync-" + "0" * 32, "nbytes": 1}
-    with pytest.raises(ws.HandleError, match="GPU-elsewhere"):
+    with pytest.raises(ws.HandleError, match="GPU-elsewhere") as caught:
         Engine().receive_weights({**info, "ipc_handles": [{"GPU-elsewhere": handle}]}, list)
+    assert isinstance(caught.value, ValueError)  # vLLM's engine raises one
+
+
+def test_the_engine_is_made_and_asked_as_vllms_is() -> None:
+    engine = Engine(object(), parallel_config=object())
+    assert engine.init_info_cls is type(engine.parse_init_info({}))
+    given: list[Any] = []
+    Engine.trainer_send_weights(iter(tensors()), {"send_mode": given.append, "packed": True})
+    plain = msgspec.to_builtins(given[0])
+    made = engine.update_info_cls(**plain)  # its handles are plain dicts
+    with pytest.raises(ws.SegmentError, match="cannot open segment"):  # and no AttributeError
+        engine.receive_weights(made, list)  # its sender has ended
+    with pytest.raises(ws.ConfigError, match="is a mapping or a HandlesUpdate, not list"):
+        engine.receive_weights([], list)  # type: ignore[arg-type]  # what is refused
+
+
+def test_an_update_info_of_plain_data_is_received() -> None:
+    got: dict[str, torch.Tensor] = {}
+
+    def load(pairs: Any) -> None:
+        got.update({name: tensor.clone() for name, tensor in pairs})
+
+    def deliver(info: Any) -> None:
+        engine = Engine()
+        engine.receive_weights(engine.update_info_cls(**msgspec.to_builtins(info)), load)
+
+    Engine.trainer_send_weights(iter(tensors()), {"send_mode": deliver})
+    assert all(torch.equal(got[name], tensor) for name, tensor in tensors())
 
 
 def test_pickled_handles_are_refused_and_our_sender_is_named() -> None:

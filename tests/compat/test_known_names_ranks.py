@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -177,11 +177,12 @@ def test_what_fails_on_one_rank_fails_on_all_by_name(
 
 def send_others(rank: int, difference: str) -> tuple[Seen, int]:
     pairs = list(tensors(7 if rank == 1 and difference == "count" else 8))
-    if rank == 1 and difference == "bytes":
+    if rank == 1 and difference.startswith("bytes"):
         pairs[2][1].add_(1)
     delivered: list[Any] = []
-    with on_a_host_of_its_own(rank):
-        error = seen(pairs, packed(delivered.append))
+    given = arguments if difference.endswith("unpacked") else packed
+    with nullcontext() if "one host" in difference else on_a_host_of_its_own(rank):
+        error = seen(pairs, given(delivered.append))
     return error, len(delivered)
 
 
@@ -196,6 +197,8 @@ def send_others(rank: int, difference: str) -> tuple[Seen, int]:
             7,
         ),
         ("bytes", "VerificationError", "on rank 1 1 tensors are not those of rank 0: layer.2", 2),
+        ("bytes, one host", "VerificationError", "are not those of rank 0: layer.2", 2),
+        ("bytes, one host, unpacked", "VerificationError", "are not those of rank 0: layer.2", 0),
     ],
 )
 def test_ranks_that_send_different_tensors_are_told(

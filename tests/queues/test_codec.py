@@ -36,6 +36,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
+from torch import nn
 
 from tests.queues.tensor_senders import SPAWN, WAIT_S, any_of, comes_true
 from weightsync.errors import (
@@ -162,18 +163,27 @@ def as_views(value: Any) -> Any:
     return value
 
 
+@pytest.mark.parametrize("nbytes", [4, 1 << 20], ids=["in line", "buffer"])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_parameters_and_gradients_wanted_arrive(nbytes: int, needs_grad: bool) -> None:
+    data = torch.randn(nbytes // 4)
+    got = sent([nn.Parameter(data, needs_grad), data.clone().requires_grad_(needs_grad)])
+    assert [type(tensor) for tensor in got] == [nn.Parameter, torch.Tensor]
+    assert all(tensor.requires_grad is needs_grad and tensor.is_leaf for tensor in got)
+    assert all(torch.equal(tensor, data) for tensor in got)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
         torch.arange(12.0).reshape(3, 4).t(),
         torch.arange(10)[::3],
-        torch.nn.Parameter(torch.ones(3)),
         torch.tensor([1 + 2j]).conj(),
         torch.ones(1).expand(5),
     ],
-    ids=["transposed", "strided", "parameter", "conjugated", "expanded"],
+    ids=["transposed", "strided", "conjugated", "expanded"],
 )
-def test_tensors_of_every_kind_of_memory_arrive_plain(tensor: torch.Tensor) -> None:
+def test_tensors_of_every_kind_of_memory_arrive_contiguous(tensor: torch.Tensor) -> None:
     got = sent(tensor)
     assert type(got) is torch.Tensor
     assert torch.equal(got, tensor.detach())

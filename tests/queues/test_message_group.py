@@ -107,6 +107,31 @@ def all_to_one(kind: str, path: str, rank: int, size: int, host: str | None) -> 
     return found, sorted(readers)
 
 
+def all_to_a_global_rank(path: str, rank: int) -> Any:
+    """Four ranks; those of the group [1, 3] send to the reader, global rank 3."""
+    members = group("torch", path, rank, 4)
+    some = dist.new_group([1, 3])
+    found: list[Any] = []
+    if rank in (1, 3):
+        writer, readers = MessageQueue.create_from_process_group_single_reader(
+            some, SMALL_SLOT, 4, reader_rank=3, blocking=True
+        )
+        if writer is not None:
+            writer.enqueue({"from": rank}, WAIT_S)
+        found = [(at, queue.dequeue(WAIT_S)["from"]) for at, queue in readers.items()]
+        dist.barrier(some)
+        for queue in [*readers.values(), *([writer] if writer else [])]:
+            queue.close()
+        for reader_rank in (0, 2, 4, -1):
+            with pytest.raises(ConfigError, match=r"reader_rank is a global rank .* \[1, 3\]"):
+                MessageQueue.create_from_process_group_single_reader(some, reader_rank=reader_rank)
+        for writer_rank in (2, -1):
+            with pytest.raises(ConfigError, match="writer_rank is a rank of the group, 0 to 1"):
+                MessageQueue.create_from_process_group(some, writer_rank=writer_rank)
+    meet(members)
+    return found
+
+
 def fails_at_the_writer(kind: str, path: str, rank: int, size: int) -> None:
     members = group(kind, path, rank, size)
     MessageQueue.create_from_process_group(members, 1 << 45, 4)
@@ -151,6 +176,15 @@ def test_one_writer_finds_out_who_is_on_its_host(kind: str, tmp_path: Path) -> N
 def test_one_reader_has_a_queue_from_each_of_the_others(kind: str, tmp_path: Path) -> None:
     found = everywhere(all_to_one, tmp_path, 3, kind, ["HOST-a", "HOST-a", "HOST-b"])
     assert found == [([], []), ([0, 2], [0, 2]), ([], [])]
+
+
+def test_the_reader_of_many_is_a_global_rank(tmp_path: Path) -> None:
+    with peers(4) as members:
+        for rank, peer in enumerate(members):
+            peer.start(all_to_a_global_rank, str(tmp_path / "store"), rank)
+        assert [peer.answer() for peer in members] == [[], [], [], [(0, 1)]]
+        for peer in members:
+            peer.kill()
 
 
 def test_a_writer_that_cannot_make_the_queue_tells_everybody(tmp_path: Path) -> None:

@@ -723,3 +723,42 @@ def test_readers_elsewhere_get_what_was_written_in_place(monkeypatch: pytest.Mon
             with alone.acquire_write(WAIT_S, nbytes=3) as view:
                 view[:] = b"xyz"
             assert remote.dequeue(WAIT_S) == b"xyz"
+
+
+def test_the_arguments_and_names_of_vllms_queue() -> None:
+    with small_queue(1) as writer:
+        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+        for message in range(4):
+            writer.enqueue(message, timeout=WAIT_S)
+            got: object = None
+            if message == 0:
+                got = reader.dequeue(timeout=WAIT_S)
+            elif message == 1:
+                got = reader.dequeue(WAIT_S, True)  # newer: (timeout, indefinite)
+            elif message == 2:
+                got = reader.dequeue(WAIT_S, None, True)  # older: (timeout, cancel, indefinite)
+            else:
+                got = reader.dequeue(WAIT_S, indefinite=True)
+            assert got == message
+        with writer.acquire_write(timeout=WAIT_S, nbytes=3) as room:
+            room[:] = b"raw"
+        with reader.acquire_read(timeout=WAIT_S) as view:
+            assert isinstance(view, memoryview)
+            assert bytes(view) == b"raw"
+        with pytest.raises(ConfigError, match="timeout and timeout_s are both given"):
+            writer.enqueue(1, timeout_s=1.0, timeout=1.0)
+        with pytest.raises(ConfigError, match="timeout and timeout_s are both given"):
+            reader.dequeue(timeout_s=1.0, timeout=1.0)
+        reader.shutdown()
+        with pytest.raises(TransferCancelled):
+            reader.dequeue()
+
+
+def test_a_reader_that_has_opened_its_end_is_late_and_not_missing() -> None:
+    with small_queue(1) as writer:
+        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+        for number in range(RECORDS):
+            writer.enqueue(number, WAIT_S)
+        with pytest.raises(TransferTimeout, match="reader 0 to read the last messages"):
+            writer.enqueue("one too many", 1.0)
+        reader.close()

@@ -103,6 +103,11 @@ def fails_later(ready: Ready) -> None:
     raise ManifestMismatchError("the weights are gone")
 
 
+def fails_alone() -> None:
+    """End with an exit code of its own, as a process that no Child watches."""
+    raise SystemExit(3)
+
+
 def ends(ready: Ready, code: int) -> None:
     ready()
     time.sleep(0.5)  # the end of one that is not known to be ready is a failed start

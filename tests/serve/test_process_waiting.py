@@ -33,6 +33,7 @@ from weightsync.serve.process_managers import (
     APIServerProcessManager,
     ProcessManager,
     how_ended,
+    kill_process_tree,
     shutdown,
     wait_all,
     wait_any,
@@ -287,6 +288,44 @@ def children_of(process: BaseProcess) -> list[psutil.Process]:
             return found
         time.sleep(0.05)
     raise AssertionError("it started nothing in time")
+
+
+class OneProcess:
+    """A manager like vLLM's coordinator: one process, and shutdown() in the place of close()."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self.proc = SPAWN.Process(target=target, name="coordinator")
+        self.proc.start()
+        self.ended = False
+
+    def shutdown(self) -> None:
+        self.proc.kill()
+        self.proc.join(WAIT_S)
+        self.ended = True
+
+
+def test_a_manager_of_one_process_is_waited_for_and_ended() -> None:
+    coordinator = OneProcess(supervised.fails_alone)
+    with pytest.raises(RuntimeError, match="coordinator") as caught:  # as vLLM raises
+        wait_for_completion_or_failure(engines("idle"), coordinator=coordinator)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ProcessLostError)
+    assert coordinator.ended
+
+
+def test_a_process_and_its_descendants_are_killed_by_pid() -> None:
+    process = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & sleep 600 & wait"], stdout=subprocess.DEVNULL
+    )
+    tree = psutil.Process(process.pid)
+    deadline = time.monotonic() + WAIT_S
+    while len(tree.children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = tree.children()
+    assert len(children) == 2
+    kill_process_tree(process.pid)
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    assert not any(map(process_managers.is_alive, children))
+    kill_process_tree(process.pid)  # it is gone
 
 
 def test_waits_have_an_end() -> None:

@@ -654,6 +654,20 @@ def _built(kind: type, arguments: Hook) -> _Kind:
     return _Kind(f"py.{kind.__name__}", arguments, lambda plain: kind(*plain))
 
 
+def _to_tensor(plain: Any) -> Any:
+    """Return a tensor as a leaf that requires gradients."""
+    tensor, needs_grad = plain
+    return tensor.requires_grad_(needs_grad)
+
+
+def _to_parameter(plain: Any) -> Any:
+    import torch  # noqa: PLC0415 - optional: needed for values of torch only
+
+    return torch.nn.Parameter(*plain)
+
+
+_NEEDS_GRAD = _Kind("torch.Tensor", lambda v: v, _to_tensor)
+_PARAMETER = _Kind("torch.nn.Parameter", lambda v: v, _to_parameter)
 _ENUM = _Kind("py.enum", _from_enum, _to_enum)
 _NAMED_TUPLE = _Kind("py.namedtuple", _from_named_tuple, _to_named_tuple)
 _DTYPE = _Kind(
@@ -691,7 +705,7 @@ _BY_NAME: dict[str, _Kind] = {
     kind.name: kind
     for kind in (
         *_BY_TYPE.values(),
-        *(_ENUM, _NAMED_TUPLE, _DTYPE),
+        *(_ENUM, _NAMED_TUPLE, _DTYPE, _NEEDS_GRAD, _PARAMETER),
         *(_torch_kind("Size", list), _torch_kind("device", str)),
         *(_torch_kind(kind, _name_in_torch) for kind in ("dtype", "layout", "memory_format")),
     )
@@ -821,6 +835,10 @@ class _ExactPacker(_Packer):
     def tensor(self, value: torch.Tensor) -> Ext:
         if type(value) not in _tensors().PLAIN_CLASSES:
             _refuse(value)
+        is_parameter = type(value).__name__ == "Parameter"  # of the two classes
+        if is_parameter or value.requires_grad:
+            kind = _PARAMETER if is_parameter else _NEEDS_GRAD
+            return Ext(VALUE, self.pack([kind.name, [value.detach(), value.requires_grad]]))
         try:
             return super().tensor(value)
         except ConfigError as exc:

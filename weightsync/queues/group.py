@@ -64,6 +64,25 @@ class Group:
                 "object with rank, world_size and store"
             )
 
+    def check_rank(self, argument: str, rank: object) -> None:
+        """Raise ConfigError unless `rank` is a rank in this group."""
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ConfigError(
+                f"{argument} is a rank of the group, 0 to {self.size - 1}, not {rank!r}"
+            )
+
+    def rank_of(self, global_rank: int) -> int:
+        """Return the rank in this group of a global rank. Raises ConfigError for one outside."""
+        if self._torch is None:
+            self.check_rank("reader_rank", global_rank)
+            return global_rank
+        members = dist.get_process_group_ranks(self._torch)
+        if global_rank not in members:
+            raise ConfigError(
+                f"reader_rank is a global rank of the group, one of {members}, not {global_rank!r}"
+            )
+        return members.index(global_rank)
+
     def all_gather(self, mine: bytes) -> list[bytes]:
         """Return every member's bytes by rank. All members call it; the group sets the timeout."""
         limit = _ROOM_NBYTES - _LENGTH_NBYTES

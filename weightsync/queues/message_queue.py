@@ -291,10 +291,12 @@ class Writer:
         return [*self._local(), *self._publisher.remote]
 
     def _missing_readers(self) -> str:
+        self._publisher.pump()  # readers that have opened it since are not missing
         gone = self._expected() - self._publisher.joined
         return f"reader {_listed(rank for _, rank in gone)} to open this queue"
 
     def _pending_condition(self) -> str:
+        self._publisher.pump()
         if self._expected() - self._publisher.joined and not self._all_joined:
             return self._missing_readers()
         behind = list(self._publisher.behind())
@@ -510,15 +512,17 @@ class MessageQueue:
     ) -> Self:
         """Return this rank's end of one queue from `writer_rank` to all other ranks. All call it.
 
-        `external_writer_handle`, needed on `writer_rank` only, is the handle of an existing queue:
-        then all ranks are its readers. Waits for all ranks (`wait_until_ready`) unless `blocking`
-        is False. If the queue cannot be made, `writer_rank` raises the error and the other ranks
-        raise TransferError.
+        `writer_rank` is a rank in the group. `external_writer_handle`, needed on `writer_rank`
+        only, is the handle of an existing queue: then all ranks are its readers. Waits for all
+        ranks (`wait_until_ready`) unless `blocking` is False. Raises ConfigError for a rank outside
+        of the group. If the queue cannot be made, `writer_rank` raises the error and the other
+        ranks raise TransferError.
         """
         # Imported here and below because queues made from a handle need no torch.
         from weightsync.queues.group import Group, split_by_host  # noqa: PLC0415 - above
 
         group = Group(pg)
+        group.check_rank("writer_rank", writer_rank)
         writer: Self | None = None
 
         def make() -> QueueHandle:
@@ -563,12 +567,16 @@ class MessageQueue:
     ) -> tuple[Self | None, dict[int, Self]]:
         """Return this rank's writing end, and on the reader the reading ends by the writer's rank.
 
-        Every other rank has its own queue to `reader_rank`. All ranks call this. With `blocking` it
-        returns when the reader has opened all queues.
+        Every other rank has its own queue to `reader_rank`: a global rank, as in vLLM, so in a
+        group of the ranks 1 and 3 it is 1 or 3. (A group that has only a store has only ranks of
+        its own.) The writers' ranks are those in the group. All ranks call this. With `blocking` it
+        returns when the reader has opened all queues. Raises ConfigError for a rank outside of the
+        group.
         """
         from weightsync.queues.group import Group  # noqa: PLC0415 - as above
 
         group = Group(pg)
+        reader_rank = group.rank_of(reader_rank)
         hosts = group.everybodys_host()
         writer: Self | None = None
 
@@ -622,25 +630,36 @@ class MessageQueue:
                 reader.wait_ready(self._wait_policy(lambda: condition, timeout_s))
 
     def enqueue(
-        self, obj: object, timeout_s: float | None = None, cancel: Cancel | None = None
+        self,
+        obj: object,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+        *,
+        timeout: float | None = None,
     ) -> None:
         """Send `obj` to all readers; the caller may change `obj` as soon as this returns.
 
-        Waits while the slots are full. If it raises, no reader gets the message: ConfigError for an
-        object that cannot be encoded, TransferTimeout naming the readers that are behind,
-        PeerLostError for a reader that died, TransferCancelled when `cancel` is set or the queue is
-        closed. Several threads may call it.
+        `timeout` is the name that users of vLLM's queue know for `timeout_s`. Waits while the
+        slots are full. If it raises, no reader gets the message: ConfigError for an object that
+        cannot be encoded, TransferTimeout naming the readers that are behind, PeerLostError for a
+        reader that died, TransferCancelled when `cancel` is set or the queue is closed. Several
+        threads may call it.
         """
+        timeout_s = _either(timeout_s, timeout)
         self._require_writer("enqueues").send(self._codec.encode(obj), timeout_s, cancel)
 
     def dequeue(
         self,
         timeout_s: float | None = None,
-        cancel: Cancel | None = None,
+        cancel: Cancel | bool | None = None,
+        indefinite: bool = False,  # users know this order
         *,
-        indefinite: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Return the next message, copied out of the queue. Called by one thread.
+
+        `timeout` is the name that users of vLLM's queue know for `timeout_s`; a bool in the place
+        of `cancel` is `indefinite`, which is second in newer versions of that queue.
 
         Raises TransferTimeout after `timeout_s`, TransferCancelled when `cancel` is set or this end
         is closed, and PeerLostError when the writer is gone and all its messages were read. A
@@ -648,6 +667,8 @@ class MessageQueue:
         wait is logged periodically unless it is `indefinite`.
         """
         reader = self._require_reader()
+        timeout_s = _either(timeout_s, timeout)
+        cancel, indefinite = _swapped(cancel, indefinite)
         with self._lock:
             body, buffers = self._take(reader, timeout_s, cancel, indefinite)
             try:
@@ -689,12 +710,29 @@ class MessageQueue:
             with suppress(TransferCancelled), self._lock:
                 reader.release()
 
+    def acquire_read(
+        self,
+        timeout_s: float | None = None,
+        cancel: Cancel | bool | None = None,
+        indefinite: bool = False,  # users know this order
+        *,
+        timeout: float | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Enter with the next message in place: `read` under the name of vLLM's queue.
+
+        The message of an `acquire_write` is a memoryview of its bytes, without a byte of the
+        queue's own. The arguments are those of `dequeue`.
+        """
+        cancel, indefinite = _swapped(cancel, indefinite)
+        return self.read(_either(timeout_s, timeout), cancel, indefinite=indefinite)
+
     def acquire_write(
         self,
         timeout_s: float | None = None,
         cancel: Cancel | None = None,
         *,
         nbytes: int | None = None,
+        timeout: float | None = None,
     ) -> AbstractContextManager[memoryview]:
         """Enter with `nbytes` writable bytes of a slot, sent as one message when the block ends.
 
@@ -703,6 +741,7 @@ class MessageQueue:
         messages and `close` of other threads wait for its end. Raises the same errors as `enqueue`,
         and ConfigError for more bytes than a slot takes.
         """
+        timeout_s = _either(timeout_s, timeout)
         return self._require_writer("writes").write_in_place(nbytes, timeout_s, cancel)
 
     def broadcast_object(self, obj: object = None, timeout_s: float | None = None) -> Any:
@@ -726,6 +765,10 @@ class MessageQueue:
         Waiting calls of this end in other threads, and later calls, raise TransferCancelled.
         """
         self._lock.close()
+
+    def shutdown(self) -> None:
+        """Leave the queue: `close` under the name of vLLM's queue."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -806,6 +849,18 @@ class MessageQueue:
         if self._reader is None:
             raise ConfigError("this is the writer's end of the queue; only readers dequeue")
         return self._reader
+
+
+def _either(timeout_s: float | None, timeout: float | None) -> float | None:
+    """Return the timeout that was given. Raises ConfigError for both."""
+    if timeout_s is not None and timeout is not None:
+        raise ConfigError("timeout and timeout_s are both given; they are one argument")
+    return timeout if timeout_s is None else timeout_s
+
+
+def _swapped(cancel: Cancel | bool | None, indefinite: bool) -> tuple[Cancel | None, bool]:
+    """Return `cancel` and `indefinite`, where the latter may be in the place of the former."""
+    return (None, cancel) if isinstance(cancel, bool) else (cancel, indefinite)
 
 
 def _ranks(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ClientConfig,
         PolledManager,
         ProcessManager,
+        kill_process_tree,
         shutdown,
         wait_for_completion_or_failure,
     )
@@ -28,6 +29,7 @@ __all__ = [
     "PolledManager",
     "ProcessManager",
     "RayEngines",
+    "kill_process_tree",
     "shutdown",
     "wait_for_completion_or_failure",
 ]
@@ -39,6 +41,7 @@ _MODULES = {
         "ClientConfig",
         "PolledManager",
         "ProcessManager",
+        "kill_process_tree",
         "shutdown",
         "wait_for_completion_or_failure",
     ),

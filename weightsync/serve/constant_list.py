@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 T = TypeVar("T")
@@ -29,6 +29,12 @@ class ConstantList(Sequence[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
 
     def index(self, item: Any, start: int = 0, stop: int | None = None) -> int:
         return self._items.index(item, start, len(self) if stop is None else stop)

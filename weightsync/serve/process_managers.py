@@ -55,6 +55,21 @@ def shutdown(processes: Sequence[BaseProcess], timeout_s: float = SHUTDOWN_S) ->
     kill_trees(processes, trees)
 
 
+def kill_process_tree(pid: int) -> None:
+    """Send SIGKILL to a process and all its descendants; nothing for a pid that is in no use."""
+    try:
+        root = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    known = {root, *descendants([pid])}
+
+    def left() -> set[psutil.Process]:
+        known.update(descendants([pid]) if is_alive(root) else ())
+        return {one for one in known if is_alive(one)}
+
+    kill_all(left, timeout_s=KILL_S)
+
+
 def terminate(processes: Iterable[BaseProcess]) -> None:
     """Send SIGTERM to the running ones of these processes."""
     for process in running(processes):
@@ -307,6 +322,9 @@ def wait_for_completion_or_failure(
 ) -> None:
     """Wait until the processes of all managers have ended, or one has failed; then close all.
 
+    A manager of a single process may have it as `proc`, and `shutdown()` instead of `close()`, as
+    vLLM's coordinator and engine manager do.
+
     Returns when all processes ended with exit code 0, and on Ctrl-C. Raises ProcessLostError, with
     name, pid and exit code, for the first process that ended otherwise.
     """
@@ -322,8 +340,9 @@ def wait_for_completion_or_failure(
 
 
 def _close(manager: ProcessManager | PolledManager) -> None:
+    end: Callable[[], object] | None = getattr(manager, "close", None)
     with signals_ignored():
-        manager.close()
+        (end or manager.shutdown)()  # type: ignore[union-attr]  # one of both, as documented
 
 
 def _wait(managers: Sequence[ProcessManager | PolledManager]) -> None:
@@ -332,7 +351,7 @@ def _wait(managers: Sequence[ProcessManager | PolledManager]) -> None:
         process
         for manager in managers
         if not isinstance(manager, PolledManager)
-        for process in manager.processes
+        for process in _processes_of(manager)
     ]
     while True:
         polled = [manager for manager in polled if not manager.poll()]
@@ -341,6 +360,11 @@ def _wait(managers: Sequence[ProcessManager | PolledManager]) -> None:
         ended, _ = wait_any(processes, timeout_s=POLL_S if polled else None)
         raise_for(ended)
         processes = [process for process in processes if process not in ended]
+
+
+def _processes_of(manager: Any) -> Sequence[BaseProcess]:
+    found: Sequence[BaseProcess] | None = getattr(manager, "processes", None)
+    return [manager.proc] if found is None else found
 
 
 class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):

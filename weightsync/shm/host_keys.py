@@ -27,12 +27,19 @@ def host_key() -> str:
     return f"HOST-{hashlib.blake2b(f'{boot}/{device}'.encode(), digest_size=12).hexdigest()}"
 
 
+class _NoHandleError(HandleError, ValueError):
+    """No handle is for this process. vLLM's engine raises a ValueError, which its users catch."""
+
+
 def pick(handles: KeyedHandle, keys: list[str]) -> Handle:
-    """Return the handle that one of `keys` opens. Raises HandleError with the keys offered."""
+    """Return the handle that one of `keys` opens.
+
+    Raises HandleError, which is also a ValueError, with the keys offered.
+    """
     for key in keys:
         if key in handles:
             return handles[key]
-    raise HandleError(
+    raise _NoHandleError(
         f"no handle for this process: offered for {', '.join(sorted(handles)) or 'no key'}, "
         f"this process is {', '.join(keys)}; sender and receiver see different hosts or GPUs"
     )
