@@ -381,6 +381,10 @@ class WeightReceiver:
         return self.status()
 
 
+SOURCE_ANSWER_S = 20.0
+"""How long a source of `fetch` has to answer at all. One that lives answers at once."""
+
+
 @concise
 def fetch(
     to: WeightReceiver | nn.Module | LoadWeights | WeightSink,
@@ -398,7 +402,8 @@ def fetch(
     - `sources`: URLs of receivers, or anything else that `connect` can send to. They are tried in
       this order, until one has sent its weights. Where one passes an update on to other hosts, or
       replaces its weights while it sends them, all are tried again, for `timeout_s` or three times.
-    - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`.
+    - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`. A source has 20 seconds of
+      that to answer at all.
 
     `to` gets the version and the label of the source, whatever it held before. Never run on a GPU.
 
@@ -408,7 +413,8 @@ def fetch(
     sender has updated it meanwhile. `to` is then as it was, unless it loads in place.
     """
     timeout_s = as_seconds("timeout_s", timeout_s)
-    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
+    answer_s = min(timeout_s, SOURCE_ANSWER_S)
+    transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=answer_s)
     receiver = to if isinstance(to, WeightReceiver) else WeightReceiver(to)
 
     def attempt(source: Target) -> SyncReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,41 @@ def test_a_server_begins_with_the_weights_of_another(url: str, pushed: int) -> N
     with serving_tiny("--weights-from", nobody, "--weights-from", url) as other:
         assert version_of(other) == pushed
         assert held_by(other) == held_by(url)
+
+
+def test_a_server_passes_over_a_source_that_answers_nothing(url: str, pushed: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with serving_tiny("--weights-from", nobody, "--weights-from", url) as other:
+            assert version_of(other) == pushed
+
+
+def test_a_server_that_fetches_says_so_and_is_ended_by_sigterm() -> None:
+    """Without waiting for a source that answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen(
+            [
+                *(sys.executable, "-m", "weightsync", "serve", "tiny", "--port", "0"),
+                *("--token", TOKEN, "--weights-from", nobody),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as server:
+            try:
+                assert server.stderr is not None
+                said = ""
+                while "fetching the weights from" not in said:
+                    line = server.stderr.readline()
+                    assert line, said
+                    said += line
+                assert f"{nobody}; each has 20 s to answer" in said
+                server.terminate()
+                _, rest = server.communicate(timeout=120)
+            finally:
+                server.kill()
+    assert server.returncode == 0, rest
+    assert "nothing was fetched" not in rest
 
 
 def test_a_server_whose_source_is_gone_does_not_start() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from tests.e2e.models import digests, fill, make, touch
 from tests.server.live import TOKEN
 from tests.update import uniform
 from tests.update.test_servers import Served
+from weightsync import receiver
 from weightsync.errors import ConnectError, TransportTimeout
 from weightsync.transports import polled
 from weightsync.transports.callback import CallbackTransport
@@ -208,6 +210,18 @@ class TestFetch:
         with pytest.raises(ws.SenderConflictError):
             ws.fetch(other.receiver, source.receiver)
         other.renew()
+
+
+def test_a_source_that_answers_nothing_is_given_up_before_the_time_of_a_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver, "SOURCE_ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(TransportTimeout, match=r"within 0\.3 s"):
+            ws.fetch(to=make("plain"), sources=url, timeout_s=120.0)
+        assert time.monotonic() - begin < 60.0
 
 
 class TestReplaced:

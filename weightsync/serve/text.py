@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from weightsync.serve.vision import ImagePreparer
+from weightsync.server.threads import run_limited
 
 REPLACEMENT = "\ufffd"
 
@@ -191,7 +191,7 @@ class TokenizerService:
         """Return the result of `work`, run in a thread if `size` (characters of input) is large."""
         if size <= _INLINE_SIZE:
             return work()
-        return await anyio.to_thread.run_sync(work, limiter=self._threads, abandon_on_cancel=True)
+        return await run_limited(self._threads, work)
 
     def completion(self, stops: Sequence[str] = (), unseen: Collection[int] = ()) -> CompletionText:
         """Return an empty completion text. Special tokens and those in `unseen` have no text."""

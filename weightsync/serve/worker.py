@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.queues.message_queue import MessageQueue, QueueHandle
-from weightsync.receiver import WeightReceiver, fetch
+from weightsync.receiver import SOURCE_ANSWER_S, WeightReceiver, fetch
 from weightsync.serve import links
 from weightsync.serve.links import end_process
 from weightsync.serve.messages import (
@@ -365,6 +365,10 @@ class Worker:
     def fetch(self, sources: Sequence[str]) -> None:
         """Take the weights of the first of these servers that can send them, if there are any."""
         if sources:
+            self._log(
+                f"fetching the weights from {' or '.join(sources)}; "
+                f"each has {SOURCE_ANSWER_S:g} s to answer"
+            )
             report = fetch(self.receiver, sources, token=self._token)
             held = self.receiver.status().weights_id or ""
             self.card = msgspec.structs.replace(self.card, weights_id=held)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import anyio
-from anyio.to_thread import run_sync
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from msgspec import structs
@@ -15,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
 from weightsync.server.auth import challenge
+from weightsync.server.threads import run_limited
 from weightsync.update.history import WorkerReport
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import Reply, Request, Status
@@ -77,12 +77,12 @@ class AsyncDispatcher:
     async def step(self, call: str, body: bytes) -> Response:
         """Dispatch the JSON of a request, and return that of its reply. Raises their errors."""
         limiter = self._limiters.get(call, self._loads)
-        answer = await run_sync(self._step, call, body, limiter=limiter, abandon_on_cancel=True)
+        answer = await run_limited(limiter, self._step, call, body)
         return Response(answer, media_type="application/json")
 
     async def read(self, reading: Callable[[], T]) -> T:
         """Return what `reading` returns: a short call that may wait for a receiver's lock."""
-        return await run_sync(reading, limiter=self._reads, abandon_on_cancel=True)
+        return await run_limited(self._reads, reading)
 
     def _step(self, call: str, body: bytes) -> bytes:
         try:
