@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
 from weightsync.errors import ConfigError, MissingExtraError
 from weightsync.receiver import WeightReceiver
+from weightsync.transports.calls import CallThreads
 from weightsync.wire import problem
 from weightsync.wire.messages import CALLS
 
@@ -42,7 +44,9 @@ Verb = Callable[..., Any]
 F = TypeVar("F", bound=Verb)
 
 # Ray runs plain methods of an async actor on its event loop, which a blocking method would stop.
-_workers = ThreadPoolExecutor(GROUP_SIZE, thread_name_prefix="weightsync")
+# They run in daemon threads, at most as many as the group allows calls: interpreter exit does not
+# wait for a hook that is at work in one.
+_threads: CallThreads[dict[str, object]] = CallThreads()
 
 
 def _grouped(method: F) -> F:
@@ -64,11 +68,9 @@ def _async_verb(call: str) -> Verb:
     blocking: Verb = getattr(WeightSyncActor, call)
 
     async def verb(self: WeightSyncActor, *args: object, **kwargs: object) -> dict[str, object]:
-        loop = asyncio.get_running_loop()
-        reply: dict[str, object] = await loop.run_in_executor(
-            _workers, lambda: blocking(self, *args, **kwargs)
-        )
-        return reply
+        reply: Future[dict[str, object]] = Future()
+        _threads.submit(partial(blocking, self, *args, **kwargs), reply)
+        return await asyncio.wrap_future(reply)
 
     return _named(verb, call, "_AsyncVerbs")
 

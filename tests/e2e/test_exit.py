@@ -237,6 +237,46 @@ if stops == "True":
 print("leaves", flush=True)
 """
 """The end of a program: a daemon thread is in the one-call `send_weights`, whose hook works."""
+AT_WORK = """
+import asyncio, sys, threading
+import torch
+import weightsync as ws
+
+entered = threading.Event()
+
+class Slow:  # a receiver in which a call is at work for ever
+    def handle(self, message):
+        entered.set()
+        threading.Event().wait()
+
+    def status(self):
+        return self.handle({})
+
+    dispatch = report = handle
+
+def workers():
+    from weightsync.server.workers import Workers
+    Workers({"first": Slow(), "second": Slow()}).status()
+
+def actor():
+    class Rollout(ws.ray.WeightSyncActor):
+        async def generate(self): ...
+
+    rollout = Rollout()
+    rollout.weightsync_receiver = Slow()
+    asyncio.run(ws.ray._AsyncVerbs.weight_checker(rollout))
+
+def coroutine():
+    async def send():
+        sender = ws.connect({"w": torch.zeros(8)}, to=ws.WeightReceiver(Slow().handle))
+        await sender.asend_weights()
+
+    asyncio.run(send())
+
+threading.Thread(target=globals()[sys.argv[1]], daemon=True).start()
+assert entered.wait(60)
+print("leaves", flush=True)
+"""
 RECEIVER = """
 from multiprocessing.connection import Listener
 import weightsync as ws
@@ -460,6 +500,18 @@ def test_a_close_at_exit_waits_for_no_receiver_that_is_stopped(how: str) -> None
                 os.kill(host.process.pid, signal.SIGCONT)
     assert (trainer.returncode, said, errors) == (0, "leaves\n", "")
     assert took_s < EXIT_S
+
+
+@pytest.mark.parametrize("where", ["workers", "actor", "coroutine"])
+def test_a_hook_at_work_in_a_thread_of_ours(where: str) -> None:
+    """The threads of an executor would be waited for, as long as the hook works."""
+    if where == "actor":
+        pytest.importorskip("ray")
+    with program(AT_WORK, where) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        _, errors = process.communicate(timeout=processes.WAIT_S)
+    assert (process.returncode, said, errors) == (0, "leaves\n", "")
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Forward, Receiver
 from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
+from weightsync.transports.calls import CallThreads
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State, new_update_id
 from weightsync.weights.checksums import compose_all
@@ -163,8 +165,6 @@ def _reasons(statuses: Mapping[str, Status]) -> str:
     return "; ".join(reasons)
 
 
-_CALLS_AT_ONCE = 80
-"""The sum of AsyncDispatcher's limits: loads, interrupts, reads and fetches."""
 _GIVES_UP = (StartRequest, UpdateRequest, PrepareRequest)
 
 
@@ -196,9 +196,8 @@ class Workers:
         self._only = next(iter(workers.values())) if len(workers) == 1 else None
         self.forward: Forward | None = getattr(self._only, "forward", None)
         self._tensor_parallel = tensor_parallel
-        self._pool = ThreadPoolExecutor(
-            len(workers) * _CALLS_AT_ONCE, thread_name_prefix="weightsync-workers"
-        )
+        # Not an executor, for whose threads interpreter exit would wait: a hook may work in them.
+        self._threads: CallThreads[Any] = CallThreads()
         self._answers: dict[type, Callable[..., Reply]] = {
             StatusRequest: lambda _: self.status(),
             InitRequest: self._init,
@@ -243,7 +242,7 @@ class Workers:
 
     def close(self) -> None:
         """End the threads. The workers belong to the caller, and stay open."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _init(self, request: InitRequest) -> InitReply:
         if request.init_info is not None or request.probe is not None:
@@ -345,9 +344,9 @@ class Workers:
 
     def _each(self, call: Callable[[str, Receiver], T]) -> dict[str, T]:
         """Run `call` for all workers at once; return the results by path. Raises what it raises."""
-        calls = {
-            name: self._pool.submit(call, name, worker) for name, worker in self.workers.items()
-        }
+        calls: dict[str, Future[T]] = {name: Future() for name in self.workers}
+        for name, worker in self.workers.items():
+            self._threads.submit(partial(call, name, worker), calls[name])
         return {name: future.result() for name, future in calls.items()}
 
 
