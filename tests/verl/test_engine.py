@@ -17,6 +17,7 @@ from weightsync.errors import ConfigError, TransferError
 from weightsync.integrations import verl
 
 TIMEOUT_S = 2.0
+FAR_S = 30.0
 COUNT = 8
 
 Taken = list[tuple[str, float]]
@@ -93,6 +94,76 @@ def test_a_generator_may_use_one_buffer(engines: Engines) -> None:
         taken = engines.receive(keep, step)
         engines.send(reusing(step), step)
         assert taken.result(TIMEOUT_S) == wanted(step)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_event_loop_of_the_trainer_goes_on_meanwhile(engines: Engines, step: int) -> None:
+    """In the first step, which finds out what there is to send, and in the next ones."""
+    go = threading.Event()
+
+    def waits() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in weights(step):
+            assert go.wait(FAR_S)
+            yield pair
+
+    async def send() -> int:
+        sending = asyncio.create_task(engines.trainer.send_weights(waits(), global_steps=step))
+        answered = 0
+        while answered < 5:
+            await asyncio.sleep(0.01)
+            assert not sending.done()
+            answered += 1
+        go.set()
+        assert await sending
+        return answered
+
+    for before in range(1, step):
+        taken = engines.receive(keep, before)
+        engines.send(weights(before), before)
+        assert taken.result(TIMEOUT_S) == wanted(before)
+    taken = engines.receive(keep, step)
+    assert asyncio.run(send()) == 5
+    assert taken.result(TIMEOUT_S) == wanted(step)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_is_cancelled_takes_no_more_when_it_returns(
+    engines: Engines, step: int
+) -> None:
+    entered, go = threading.Event(), threading.Event()
+    yielded: list[str] = []
+
+    def waits() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in weights(step):
+            yielded.append(pair[0])
+            yield pair
+            entered.set()
+            assert go.wait(FAR_S)
+
+    async def cancelled() -> int:
+        sending = asyncio.create_task(engines.trainer.send_weights(waits(), global_steps=step))
+        assert await asyncio.to_thread(entered.wait, FAR_S)
+        sending.cancel()
+        await asyncio.sleep(0.05)
+        assert not sending.done()  # its thread is in the generator
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        return len(yielded)
+
+    for before in range(1, step):
+        taken = engines.receive(keep, before)
+        engines.send(weights(before), before)
+        assert taken.result(TIMEOUT_S) == wanted(before)
+    left = engines.receive(keep, step)
+    number = asyncio.run(cancelled())
+    assert number < COUNT
+    assert len(yielded) == number
+    taken = engines.receive(keep, step + 1)
+    engines.send(weights(step + 1), step + 1)
+    assert taken.result(TIMEOUT_S) == wanted(step + 1)
+    with pytest.raises(TransferError):
+        left.result(TIMEOUT_S)
 
 
 def test_a_consumer_of_a_failed_step_takes_nothing_of_the_next(engines: Engines) -> None:

@@ -14,10 +14,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from weightsync.errors import (
     ManifestMismatchError,
     MissingExtraError,
     ProtocolError,
+    TransferCancelled,
     TransferError,
     TransferTimeout,
 )
@@ -55,6 +57,8 @@ except ImportError as exc:
     raise MissingExtraError(
         f"this needs weightsync[server] and a verl with checkpoint engines, 0.9.1 ({exc})"
     ) from exc
+
+T = TypeVar("T")
 
 BACKEND = "weightsync"
 
@@ -132,10 +136,26 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
     ) -> dict[str, float]:
         """Send full tensors to all rollout workers; return when these have loaded them.
 
-        Every rank of the trainer calls it, and yields the same tensors. Returns the figures of
-        `SyncReport.metrics`. Raises the errors of `WeightSender.send_weights`.
+        Every rank of the trainer calls it, and yields the same tensors. The event loop goes on
+        meanwhile: another thread takes the tensors, on the device and the stream of the caller. A
+        cancellation returns when it takes no more. Returns the figures of `SyncReport.metrics`.
+        Raises the errors of `WeightSender.send_weights`.
         """
-        self.report = self._send(iter(weights), label_of(global_steps))
+        stop = threading.Event()
+        given, label = taken_as_here(weights, stop), label_of(global_steps)
+        source = self._source
+        if source is None:
+            self.report = await in_thread(lambda: self._send_first(given, label), stop)
+            return self.report.metrics()
+        if self._sender is None:
+            self._sender = await in_thread(lambda: self._connect(source), stop)
+        source.given = given
+        try:
+            self.report = await self._sender.asend_weights(label=label)
+        except ManifestMismatchError:
+            self._source = None  # the next step finds out what there is to send
+            await in_thread(self.close, stop)
+            raise
         return self.report.metrics()
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
@@ -157,19 +177,6 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-
-    def _send(self, given: Iterator[NamedTensor], label: str | None) -> SyncReport:
-        if self._source is None:
-            return self._send_first(given, label)
-        if self._sender is None:
-            self._sender = self._connect(self._source)
-        self._source.given = given
-        try:
-            return self._sender.send_weights(label=label)
-        except ManifestMismatchError:
-            self._source = None  # the next step finds out what there is to send
-            self.close()
-            raise
 
     def _send_first(self, given: Iterator[NamedTensor], label: str | None) -> SyncReport:
         """Send in parts, since verl does not say beforehand which tensors there are."""
@@ -197,6 +204,56 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             on_failure=options.on_failure,
             timeout_s=options.timeout_s,
         )
+
+
+async def in_thread(call: Callable[[], T], stop: threading.Event) -> T:
+    """Return what `call` returns in another thread, for which interpreter exit does not wait.
+
+    A cancellation sets `stop`, and returns when the call has ended.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:  # noqa: BLE001  # raised by the future
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="weightsync-verl", daemon=True).start()
+    ended = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        stop.set()
+        while not ended.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([ended])
+        ended.exception()  # seen
+        raise
+
+
+def taken_as_here(weights: Iterable[NamedTensor], stop: threading.Event) -> Iterator[NamedTensor]:
+    """Return an iterator that yields `weights`, in whichever thread, as in this one.
+
+    What torch keeps for each thread, device, stream and grad mode, is that of this thread. Raises
+    TransferCancelled once `stop` is set.
+    """
+    gradients = torch.is_grad_enabled()
+    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    stream = torch.cuda.current_stream() if on_gpu else None
+
+    def taken() -> Iterator[NamedTensor]:
+        torch.set_grad_enabled(gradients)  # for the rest of a thread of one send
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
+        for pair in weights:
+            if stop.is_set():
+                raise TransferCancelled("the step was cancelled")
+            yield pair
+
+    return taken()
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
