@@ -1,7 +1,17 @@
 from __future__ import annotations
 
-import pytest
+import json
+import os
+from contextlib import closing
+from typing import Any
+from urllib.request import urlopen
 
+import pytest
+import torch
+
+import weightsync as ws
+from tests.children import CONTEXT
+from tests.e2e.processes import started
 from tests.server.live import TOKEN, make_app, raw, read_answer, serving
 from tests.transports.scripted import ScriptedReceiver
 from weightsync.errors import AuthError, ConfigError
@@ -145,3 +155,38 @@ def test_without_a_token_web_pages_change_nothing(
     with pytest.raises(AuthError) as refused:
         check_local(scope)
     assert refused.value.status == 403
+
+
+def connect_and_die(url: str, connection: Any) -> None:
+    """Connect, say so, and end without a word to the receiver."""
+    sender = ws.connect({"w": torch.zeros(8)}, to=url, token=TOKEN)
+    connection.send(sender.version)
+    connection.recv()
+    os._exit(0)
+
+
+def test_a_status_without_the_token_frees_what_a_dead_sender_left_and_nothing_of_a_living_one() -> (
+    None
+):
+    receiver = ws.WeightReceiver(lambda pairs: list(pairs) and None)
+    with closing(receiver), serving(make_app(receiver)) as url:
+
+        def read() -> dict[str, Any]:
+            with urlopen(f"{url}/weight_info", timeout=30) as answer:
+                found: dict[str, Any] = json.load(answer)
+            return found
+
+        ours, theirs = CONTEXT.Pipe()
+        with started(connect_and_die, url, theirs) as process:
+            assert ours.poll(60)
+            ours.recv()
+            before = read()
+            assert len(before["senders"]) == 1
+            assert receiver.shared_memory_usage()
+            ours.send("die")
+            process.join(60)
+        after = read()
+        assert not after.get("senders")
+        assert not receiver.shared_memory_usage()
+        kept = ("state", "version", "instance", "may_generate")
+        assert [after.get(name) for name in kept] == [before.get(name) for name in kept]
