@@ -51,8 +51,10 @@ class Fleet:
             generation=self.generation,
         )
 
-    def repair(self) -> list[int]:
-        unready = sorted(self.engine.unready(list(self.readers)))  # as in the fleet
+    def repair(self, among: Sequence[int] | None = None) -> list[int]:
+        """Connect the unready readers before an update of these alone (None: of all)."""
+        taking = list(self.readers) if among is None else among
+        unready = sorted(self.engine.unready(taking))  # as in the fleet
         if unready:
             self.connect(*(self.readers[index] for index in unready))
         return unready
@@ -82,6 +84,24 @@ def test_readers_of_a_handshake_that_failed_are_connected_before_the_next_update
     fleet.connect(reader(0, "a"), reader(1, "b"), failing=[1])
     assert fleet.repair() == [0, 1]
     assert fleet.repair() == []
+
+
+def test_readers_that_their_member_does_not_read_with_are_fed_by_one_of_their_own(
+    fleet: Fleet,
+) -> None:
+    """Whatever the order of such updates: each reader is fed by one that takes part."""
+    fleet.connect(reader(0), reader(1), reader(2), reader(3, "b"))
+    for among, connected, members in (
+        ([2, 3], [2], {0, 2, 3}),
+        ([1, 2], [1], {0, 2, 3}),  # a ring of the host is there already, fed by 2
+        ([1, 3], [1], {0, 1, 2, 3}),
+        ([1], [], {0, 1, 2, 3}),
+        ([0, 1, 2, 3], [1, 2], {0, 3}),
+        ([0, 3], [], {0, 3}),
+    ):
+        assert fleet.repair(among) == connected
+        assert fleet.repair(among) == []
+        assert {index for index, role in fleet.roles.items() if role.member} == members
 
 
 def test_a_ring_whose_indices_are_used_up_is_replaced(fleet: Fleet) -> None:

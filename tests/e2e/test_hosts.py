@@ -216,6 +216,49 @@ def test_what_is_outside_of_the_present_group_is_talked_to_as_before(site: Site)
     site.trainer.do("end_sender")
 
 
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+def test_any_receiver_of_a_host_is_sent_to_by_itself(site: Site, backend: str) -> None:
+    """Also one that does not feed its host, which the member does not read with."""
+    fleet = [site.receiver(B), site.receiver(C), site.receiver(C, 1), site.receiver(C, 1)]
+    site.connect(*fleet, backend=backend)
+    site.trainer.send(seed=1)
+    used = len(segments(site.hosts[C]))
+    for remote in (*reversed(fleet), fleet[2], fleet[3]):
+        report = site.trainer.do("call", "resync", remote.url)
+        assert [(at.target, at.verified) for at in report.receivers] == [(remote.url, "held")]
+        site.check_all_hold(1)
+    names = ["layers.3.weight", "large"]
+    assert site.trainer.do("send_part", 2, names).version == 2
+    parts = [remote.digests() for remote in fleet]
+    assert parts == [parts[0]] * len(fleet)
+    assert [remote.reading() for remote in fleet] == [2] * len(fleet)
+    assert len(segments(site.hosts[C])) == used, "one ring of the host, as before"
+    site.trainer.send(seed=3)
+    site.check_all_hold(3)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["member", "second"])
+def test_a_receiver_of_a_host_that_was_sent_to_alone_leaves_and_comes(
+    site: Site, which: int
+) -> None:
+    fleet = [site.receiver(B), site.receiver(C), site.receiver(C, 1)]
+    site.connect(*fleet, backend="tcp")
+    site.trainer.send(seed=1)
+    rest = [remote for i, remote in enumerate(fleet) if i != which]
+    for version in (1, 3):
+        site.trainer.do("call", "resync", fleet[2].url)
+        site.trainer.do("call", "remove", fleet[which].url)
+        site.trainer.do("call", "resync", rest[-1].url)
+        site.check_all_hold(version, on=fleet)
+        site.trainer.send(seed=version + 1)
+        site.check_all_hold(version + 1, on=rest)
+        site.trainer.do("call", "add", fleet[which].url)
+        site.check_all_hold(version + 1)
+        site.trainer.do("call", "resync", fleet[which].url)
+        site.trainer.send(seed=version + 2)
+        site.check_all_hold(version + 2)
+
+
 def test_a_late_joiner_on_a_third_host_disturbs_nobody(site: Site) -> None:
     here, there = site.receiver(A), site.receiver(B)
     site.connect(here, there)

@@ -59,7 +59,7 @@ ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 """Environment variable: the address at which receivers on other hosts reach this host."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Host:
     """Readers of one host that share a ring: their indices on it (the member's is 0), and names."""
 
@@ -122,7 +122,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._timeout_s = options.timeout_s
         self._secret = secrets.token_bytes(SECRET_NBYTES)
         self._hosts: list[_Host] = []
-        self._joining: set[str] = set()
+        self._joining: dict[str, _Host] = {}
         self._window: ChunkWindow | None = None
         self._server: ChunkServer | None = None
         self._address = ""
@@ -137,13 +137,17 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         by_host: dict[str, list[Reader]] = {}
         for reader in readers:
             by_host.setdefault(reader.host or reader.target, []).append(reader)
-        joining, self._joining = self._joining, set()
+        joining, self._joining = self._joining, {}
         names = {reader.target for reader in readers}
         for host in self._hosts:
             host.drop(names)
         self._hosts = [host for host in self._hosts if host.has_member]
+        fed: dict[str, _Host] = {}
+        for key, on_host in by_host.items():
+            at = joining.get(on_host[0].target)
+            if at in self._hosts and all(joining.get(r.target) is at for r in on_host):
+                fed[key] = at
         shape = ring_shape(self._ring.offer(RELAY_READER, generation))
-        fed = {host.key: host for host in reversed(self._hosts) if joining.issuperset(names)}
         members = {key: on_host[0] for key, on_host in by_host.items() if key not in fed}
         if members:
             self._listen(list(members.values()), shape)
@@ -253,28 +257,32 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         return self._ring.table_digest
 
     def unready(self, readers: Sequence[int]) -> list[int]:
-        """Return the readers whose host has lost its member, and second members of one host.
+        """Return the readers that need another handshake before an update of `readers` alone.
 
-        Readers whose handshake failed, or ended since that of another one did, are among them. So
-        are all readers of a host whose ring has no index left for one that joins: they get a ring.
+        Nobody would feed those of a host whose member is lost, or takes no part: they get a ring of
+        their own, until the next update in which the member takes part. Second members of one host
+        join the first one's ring. Readers whose handshake failed, or ended since that of another
+        one did, are among the unready ones. So are all readers of a host whose ring has no index
+        left for one that joins: they get a ring.
         """
         known = {index for host in self._hosts for index in host.on_ring}
         found = [reader for reader in readers if reader not in known]
-        full = {host.key for host in self._hosts if host.used >= RELAY_READER}
-        fed: set[str] = set()
-        crowded: set[str] = set()
+        feeding: dict[str, _Host] = {}
         for host in self._hosts:
-            taking = [index for index in host.on_ring if index in readers]
-            if taking and (not host.has_member or host.key in fed):
-                found += taking
-                self._joining.update(host.names[index] for index in taking)
-                crowded.update(full.intersection([host.key]))
-            elif host.peer.place in taking:
-                fed.add(host.key)
+            if host.has_member and host.peer.place in readers:
+                feeding.setdefault(host.key, host)
         for host in self._hosts:
-            if host.key in crowded:
-                self._joining.difference_update(host.names.values())
-                found += [i for i in host.on_ring if i in readers and i not in found]
+            at = feeding.get(host.key)
+            joining = [index for index in host.on_ring if index in readers and at is not host]
+            if not joining:
+                continue
+            found += joining
+            if at is None:
+                continue
+            if at.used + len(joining) <= RELAY_READER:
+                self._joining.update((host.names[index], at) for index in joining)
+            else:
+                found += [i for i in at.on_ring if i in readers and i not in found]
         return found
 
     def remove_reader(self, reader: int) -> None:
