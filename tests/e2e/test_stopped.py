@@ -212,6 +212,39 @@ class TestReceiver:
             go_on(host)
             sender.send_weights()
 
+    @pytest.mark.parametrize("backend", ["ipc", "tcp"])
+    def test_several_add_no_more_where_the_others_go_on(
+        self, host: Host, stop: Stop, backend: Any
+    ) -> None:
+        """Each would add a third of `timeout_s` if it were asked again for itself."""
+        timeout_s, machine_s, count = 6.0, 4.0, 6
+        relays = [Relay(host.receiver("http", model="plain")) for _ in range(count)]
+        model = models.make("plain", seed=1)
+        with processes.host() as other:
+            lives = other.receiver("http", model="plain")
+            with ws.connect(
+                model,
+                to=[lives.url, *relays],
+                timeout_s=timeout_s,
+                backend=backend,
+                bucket_nbytes=16 << 10,
+                on_failure="drop",
+            ) as sender:
+                sender.send_weights()
+                models.fill(model, seed=2)
+                relays[0].before[UpdateRequest] = stop
+                begun = time.monotonic()
+                report = sender.send_weights()
+                assert timeout_s / 2 < time.monotonic() - begun < 1.2 * timeout_s + machine_s
+                assert sorted(report.dropped) == sorted(relay.target for relay in relays)
+                assert all("gave no sign of life" in why for why in report.dropped.values())
+                assert lives.digests() == models.digests(model)
+                go_on(host)
+                for relay in relays:
+                    sender.add(HttpTransport(relay.target))
+                models.fill(model, seed=3)
+                assert not sender.send_weights().dropped
+
     def test_at_close(self, host: Host, stop: Stop) -> None:
         relay = Relay(host.receiver("http", model="plain"))
         sender = connected(relay, models.make("plain", seed=1), True)

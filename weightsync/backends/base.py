@@ -439,6 +439,12 @@ class TrainerWeightTransferEngine(ABC):
         """
         return False
 
+    def drop_reader(self, reader: int) -> None:
+        """Let the others receive the rest of the running update without a reader that has failed.
+
+        Called on rank 0 only, perhaps more than once.
+        """
+
     @property
     def late_readers(self) -> list[int]:
         """The readers that made the last transfer time out. Read on rank 0 only."""

@@ -324,8 +324,10 @@ class Coordinator:
 
         Where members are dropped, only a receiver that was restarted meanwhile is rolled forward,
         or one whose source was lost.
-        Raises `failure` for any other.
+        Raises `failure` for any other, and for one that is silent: it is not asked again.
         """
+        if self.fleet.is_silent(member):
+            raise failure
         finished = self.membership.retry_pending([member])
         if finished:
             return finished

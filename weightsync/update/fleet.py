@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 _SILENT_TIMEOUT_SHARE = 0.1
-"""The part of `timeout_s` that a silent member has to reply to requests that it is still sent."""
+"""The part of `timeout_s` that a silent member has to reply to all requests that it is sent."""
 _PROBE_S = 10.0
 _BRIEF_S = 10.0
 _BRIEF = (StatusRequest, AbortRequest, ShutdownRequest)
@@ -188,7 +188,7 @@ class Fleet:
         self._threads: CallThreads[MemberReply] = CallThreads()
         self._probes: CallThreads[bool | None] = CallThreads()
         self._flights: InFlightCalls[MemberReply] = InFlightCalls()
-        self._silent: set[Member] = set()
+        self._silent: dict[Member, float | None] = {}
         self._token = secrets.token_hex(6)
         self._updates = itertools.count(1)
         self._gone_nbytes = 0
@@ -398,7 +398,9 @@ class Fleet:
     def mark_silent(self, members: Iterable[Member]) -> None:
         """Mark members that gave no sign of life as silent, until `clear_silent`."""
         for member in members:
-            self._silent.update(m for m in self.members if _reply_group(m) is _reply_group(member))
+            for other in self.members:
+                if _reply_group(other) is _reply_group(member):
+                    self._silent.setdefault(other, None)
 
     def is_silent(self, member: Member) -> bool:
         """Whether calls to a member fail at once, until `clear_silent`."""
@@ -422,10 +424,11 @@ class Fleet:
             return future
         call = CALL_OF[type(message)]
         if member in self._silent:
-            if not isinstance(message, _SENT_WHILE_SILENT):
+            left_s = self._left_for_silent(member, message, timeout_s)
+            if not left_s:
                 future.set_result(MemberReply(member, error=_silent(member, call, timeout_s)))
                 return future
-            timeout_s *= _SILENT_TIMEOUT_SHARE
+            timeout_s = left_s
         timeout_s = min(timeout_s, exit_left_s()) if exiting() else timeout_s
         brief = isinstance(message, _BRIEF)
 
@@ -464,6 +467,21 @@ class Fleet:
             future.set_result(MemberReply(member, error=error))
         self._flights.add(flight)
         return future
+
+    def _left_for_silent(self, member: Member, message: Request, timeout_s: float) -> float:
+        """Return how long a silent member has to reply to a request, 0 where it is not sent.
+
+        It has one share of `timeout_s`, from the first request on, so that its silence adds no more
+        to a call of the user. What follows an abort repeats it, except a shutdown.
+        """
+        if not isinstance(message, _SENT_WHILE_SILENT):
+            return 0.0
+        now = time.monotonic()
+        until = self._silent[member]
+        if until is None:
+            until = self._silent[member] = now + _SILENT_TIMEOUT_SHARE * timeout_s
+        shortest_s = LOOK_S if isinstance(message, ShutdownRequest) else 0.0  # time to be sent
+        return max(until - now, shortest_s)
 
     def _probe(self, member: Member, future: Future[bool | None]) -> None:
         """Settle `future`: whether the member executes a step, None where that is unknown."""

@@ -336,7 +336,7 @@ class UpdateTransaction:
                 calls = dict(zip(members, self._fleet.begin(request, members), strict=True))
                 self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
                 self._seconds["transfer"] = time.perf_counter() - started
-                self._fleet.await_all(list(calls.values()), idle=self._fleet.collect_signs)
+                self._fleet.await_all(list(calls.values()), idle=lambda: self._watch(calls))
             except BaseException as exc:
                 self._stop(calls, exc)
                 raise
@@ -530,6 +530,7 @@ class UpdateTransaction:
                 answer = future.result()
                 if answer.error is not None:
                     if self._goes_on_without(member, answer.error):
+                        self._drop_reader(member)
                         continue
                     self._first_failed = member
                     raise answer.error
@@ -540,6 +541,21 @@ class UpdateTransaction:
                         "the ring to its end; do several receivers share this target?"
                     )
                     raise self.failed[member]
+
+    def _watch(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
+        """While receivers are at work that have all bytes from here: see that none waits for ever.
+
+        On another host they may still wait for one that has failed.
+        """
+        self._fleet.collect_signs()
+        for member, future in begun.items():
+            if future.done() and future.result().error is not None:
+                self._drop_reader(member)
+
+    def _drop_reader(self, member: Member) -> None:
+        engine = self._group.worker.engines.get(member.backend)
+        if engine is not None and not member.rank:
+            engine.drop_reader(member.reader)
 
     def _goes_on_without(self, member: Member, error: WeightSyncError) -> bool:
         """Whether an update continues after this failure of a member.

@@ -65,12 +65,14 @@ class FrameKind(IntEnum):
     GONE = 5
     DESCRIBES = 6
     LOST = 7
+    READER_LOST = 8
 
 
 class Frame(NamedTuple):
     """The head of a frame; `chunk` of `chunks`, `nbytes` after `num_fingerprints`.
 
-    In a frame LOST `chunk` is the place of a host that the sender lost.
+    In a frame LOST `chunk` is the place of a host that the sender lost, in READER_LOST a reader of
+    this host's ring that failed in update `epoch`.
     """
 
     kind: FrameKind

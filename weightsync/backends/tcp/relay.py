@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 _SHORTEST_PATIENCE_S = 1.0
+_READER_TIMEOUT_FACTOR = 2
+"""The sender gives up a reader that is silent after its timeout, and says so, before this host."""
 
 
 def patience_of(timeout_s: float) -> float:
@@ -97,6 +99,7 @@ class HostRelay:
         self._secret = bytes.fromhex(membership.secret)
         self._timeout_s = membership.timeout_s
         self._patience_s = patience_of(membership.timeout_s)
+        self._reader_timeout_s = _READER_TIMEOUT_FACTOR * membership.timeout_s
         self._control = control
         self._writer = RingWriter(control, spin_s=0.0)
         self._buckets = [bucket.numpy().data for bucket in buckets]
@@ -105,6 +108,7 @@ class HostRelay:
         self._room = control.entries // control.slots
         self._changed = threading.Condition()
         self._submitted: RelayUpdate | None = None
+        self._lost_readers: set[tuple[int, int]] = set()
         self._closing = False
         self._progress = time.monotonic()
         self._connection: Connection | None = None
@@ -210,9 +214,21 @@ class HostRelay:
             while (frame := alive.poll_frame()) is not None:
                 if frame.kind is FrameKind.LOST:
                     self.window.lose(frame.chunk, frame.epoch)
+                elif frame.kind is FrameKind.READER_LOST:
+                    self._lose_reader(frame.chunk, frame.epoch)
         lost = not alive.is_open
         if lost != control.sender_lost:
             control.sender_lost = int(lost)
+
+    def _lose_reader(self, reader: int, epoch: int) -> None:
+        """Do not wait in update `epoch`, which may begin later, for a reader of the ring."""
+        with self._changed:
+            self._lost_readers.add((epoch, reader))
+            if epoch == self._control.epoch:
+                self._control.active = self._without_lost(self._control.active, epoch)
+
+    def _without_lost(self, readers: Sequence[int], epoch: int) -> tuple[int, ...]:
+        return tuple(reader for reader in readers if (epoch, reader) not in self._lost_readers)
 
     def _run(self) -> None:
         while True:
@@ -238,9 +254,13 @@ class HostRelay:
     def _relay(self, update: RelayUpdate) -> None:
         try:
             self._keep_alive()
-            self._writer.follow(
-                update.readers, len(update.sizes), epoch=update.epoch, base=update.base
-            )
+            with self._changed:
+                self._lost_readers = {
+                    lost for lost in self._lost_readers if lost[0] >= update.epoch
+                }
+                readers = self._without_lost(update.readers, update.epoch)
+                chunks = len(update.sizes)
+                self._writer.follow(readers, chunks, epoch=update.epoch, base=update.base)
             self.window.begin(update.epoch, len(update.sizes), update.followers)
             self._receive_all(update)
         except WeightSyncError as exc:
@@ -316,7 +336,7 @@ class HostRelay:
         self._check_frame(frame, update, chunk)
         fingerprints = connection.read_fingerprints(frame, check)
         self.window.make_room(chunk, check_own)
-        slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._timeout_s)
+        slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._reader_timeout_s)
         data = self._buckets[slot][: frame.nbytes]
         self._carrier.receive(connection, frame, data, check)
         rest = update.sizes[chunk] - frame.nbytes

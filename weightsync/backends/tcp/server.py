@@ -38,8 +38,8 @@ class ChunkServer:
     A thread accepts, and each connection has one. `carrier` moves the bytes, by default in the
     stream. A connection that never asks for anything shows its other end that this process lives.
     With `tells_lost`, for the sender, all hosts of an update have such a connection, and are told
-    over it which of them have none any more: they do not wait for these. Raises ConnectError where
-    the address is none of this host's.
+    over it which of them have none any more, and which readers of their ring have failed: they do
+    not wait for these. Raises ConnectError where the address is none of this host's.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ChunkServer:
         self._window = window
         self._patience_s = patience_s
         self._connections: dict[Connection, int] = {}
+        self._lost_readers: set[tuple[int, int, int]] = set()
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -79,6 +80,12 @@ class ChunkServer:
                 c.liveness for c, at in self._connections.items() if at == place and c.liveness
             ]
         return found[-1] if found else []
+
+    def lose_reader(self, place: int, epoch: int, reader: int) -> None:
+        """Tell the host of `place` that a reader of its ring has failed in update `epoch`."""
+        with self._lock:
+            self._lost_readers = {lost for lost in self._lost_readers if lost[1] == epoch}
+            self._lost_readers.add((place, epoch, reader))
 
     def close(self) -> None:
         """Close the port, and end all connections. Idempotent."""
@@ -148,11 +155,11 @@ class ChunkServer:
     def _serve(self, connection: Connection, place: int) -> None:
         request: Request | None = None
         has_metadata = False
-        told: set[tuple[int, int]] = set()
+        told: set[Frame] = set()
 
         def is_over() -> bool:
             if self._tells_lost and connection.liveness:
-                self._tell_lost(connection, told)
+                self._tell_lost(connection, place, told)
             return self._closed
 
         while True:
@@ -165,16 +172,21 @@ class ChunkServer:
             cursor = self._attach(connection, place, request)
             request = None if cursor is None else self._send_update(connection, cursor)
 
-    def _tell_lost(self, connection: Connection, told: set[tuple[int, int]]) -> None:
-        """Tell a host which hosts of the newest update are lost, each once."""
+    def _tell_lost(self, connection: Connection, place: int, told: set[Frame]) -> None:
+        """Tell a host what is lost in the newest update, each host and each of its readers once."""
         epoch, members = self._window.epoch, self._window.members
         with self._lock:
             lost = set(members).difference(self._connections.values())
-        for place in lost:
-            if (epoch, place) not in told:
-                told.add((epoch, place))
-                self._window.lose(place, epoch)
-                connection.send_frame(Frame(FrameKind.LOST, epoch, place), (), NO_BYTES)
+            readers = [
+                reader for at, of, reader in self._lost_readers if (at, of) == (place, epoch)
+            ]
+        frames = {Frame(FrameKind.LOST, epoch, member) for member in lost}
+        frames.update(Frame(FrameKind.READER_LOST, epoch, reader) for reader in readers)
+        for frame in frames - told:
+            if frame.kind is FrameKind.LOST:
+                self._window.lose(frame.chunk, epoch)
+            told.add(frame)
+            connection.send_frame(frame, (), NO_BYTES)
 
     def _attach(self, connection: Connection, place: int, request: Request) -> Cursor | None:
         """Wait for the update that is asked for; answer GONE where it does not begin in time."""

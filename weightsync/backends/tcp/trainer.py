@@ -295,8 +295,15 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             self._close_server()
 
     def goes_on_without(self, reader: int) -> bool:
-        """Whether this reader fed its host: other hosts read from another one then."""
-        return any(host.peer.place == reader for host in self._hosts)
+        """True for all readers: hosts read from another one, and members are told of readers."""
+        return any(reader in host.on_ring for host in self._hosts)
+
+    def drop_reader(self, reader: int) -> None:
+        """Tell the member of a reader's host not to wait for it."""
+        server, window = self._server, self._window
+        host = next((host for host in self._hosts if reader in host.on_ring), None)
+        if host is not None and host.peer.place != reader and server and window and self._uplink:
+            server.lose_reader(host.peer.place, window.epoch, host.on_ring[reader])
 
     def liveness_counter(self, reader: int) -> int | None:
         """Return a value that grows while a reader works, as the member of its host shows it."""
