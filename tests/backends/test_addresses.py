@@ -6,11 +6,13 @@ import pytest
 
 from weightsync.backends.base import Reader
 from weightsync.backends.tcp.trainer import ADDRESS_VARIABLE, address_for
+from weightsync.shm.host_keys import host_key
 
 
-def to(target: str, local_address: str | None) -> Reader:
+def to(target: str, local_address: str | None, host: str = "") -> Reader:
     """Who is reached so, and from where."""
-    return Reader(index=0, target="r", keys=[], route=target, local_address=local_address)
+    keys = [host] if host else []
+    return Reader(index=0, target="r", keys=keys, route=target, local_address=local_address)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,25 @@ def test_a_loopback_address_is_of_no_use_to_another_host(monkeypatch: pytest.Mon
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
     monkeypatch.setattr("weightsync.backends.tcp.trainer.source_address", lambda _: "198.51.100.8")
     assert address_for(to("Actor Rollout 0a1b", "127.0.0.1")) == "198.51.100.8"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("Actor Rollout 0a1b", "127.0.0.1"),
+        ("http://127.0.0.1:8000", "127.0.0.1"),
+        ("http://[::1]:8000", "127.0.0.1"),
+        ("http://localhost:8000", "127.0.0.1"),
+        ("http://198.51.100.9:8000", "198.51.100.8"),  # memory is shared, the network is not
+    ],
+)
+def test_loopback_serves_this_host_alone(
+    monkeypatch: pytest.MonkeyPatch, target: str, expected: str
+) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    sources = {"198.51.100.9": "198.51.100.8"}
+    for module in ("weightsync.backends.tcp.trainer", "weightsync.shm.addresses"):
+        monkeypatch.setattr(f"{module}.source_address", lambda host: sources.get(host, host))
+    assert address_for(to(target, "198.51.100.7", host_key())) == expected
+    monkeypatch.setenv(ADDRESS_VARIABLE, "203.0.113.5")
+    assert address_for(to(target, None, host_key())) == "203.0.113.5"

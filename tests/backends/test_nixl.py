@@ -64,7 +64,7 @@ def pair() -> Iterator[Pair]:
 
 def test_a_chunk_of_the_ring_and_one_from_elsewhere(pair: Pair) -> None:
     elsewhere = torch.randint(256, (1000,), dtype=torch.uint8)
-    pair.window.begin(1, 2, [0])
+    pair.window.begin(1, 2, [[0]])
     pair.window.offer(0, pair.sent[1].numpy().data, [7])
     pair.window.offer(1, elsewhere.numpy().data, [])
     frame = pair.head()
@@ -79,7 +79,7 @@ def test_a_chunk_of_the_ring_and_one_from_elsewhere(pair: Pair) -> None:
 def test_a_chunk_in_several_places(pair: Pair) -> None:
     tensors = [torch.randint(256, (n,), dtype=torch.uint8) for n in (100, 7)]
     assert pair.serving.lend(tensors)
-    pair.window.begin(1, 1, [0])
+    pair.window.begin(1, 1, [[0]])
     ends = zip((64, 192), tensors, strict=True)
     pieces = Pieces([(position, t.data_ptr(), t.numel()) for position, t in ends])
     pair.window.offer(0, pieces, [])
@@ -95,7 +95,7 @@ def test_a_chunk_in_several_places(pair: Pair) -> None:
 
 
 def test_pieces_that_overlap_are_refused(pair: Pair) -> None:
-    pair.window.begin(1, 1, [0])
+    pair.window.begin(1, 1, [[0]])
     address = pair.sent.data_ptr()
     pair.window.offer(0, Pieces([(0, address, 100), (64, address, 10)]), [])
     frame = pair.head()
@@ -108,7 +108,7 @@ def test_nothing_is_read_from_a_host_that_is_gone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """UCX aborts a process that reads from another one to which it cannot connect any more."""
-    pair.window.begin(1, 1, [0])
+    pair.window.begin(1, 1, [[0]])
     pair.window.offer(0, pair.sent[1].numpy().data, [])
     frame = pair.head()
     asked: list[str] = []
@@ -165,7 +165,7 @@ def test_what_lies_beyond_the_registered_memory_is_not_read(
     monkeypatch.setattr(
         carrier_module, "_PIECE", Lying(carrier_module._PIECE, address=beyond.data_ptr())
     )
-    pair.window.begin(1, 1, [0])
+    pair.window.begin(1, 1, [[0]])
     pair.window.offer(0, pair.sent[0].numpy().data, [])
     frame = pair.head()
     with pytest.raises(TransferError, match="read"):
@@ -185,7 +185,7 @@ class Lying:
 
 
 def test_a_chunk_of_another_size_is_refused(pair: Pair) -> None:
-    pair.window.begin(1, 1, [0])
+    pair.window.begin(1, 1, [[0]])
     pair.window.offer(0, pair.sent[0].numpy().data, [])
     frame = pair.head()
     with pytest.raises(ProtocolError, match="bytes are offered"):

@@ -91,7 +91,7 @@ def ends(sock: socket.socket) -> bool:
 
 
 def check_serves(server: ChunkServer, window: ChunkWindow, epoch: int = 1) -> None:
-    window.begin(epoch, 1, [0])
+    window.begin(epoch, 1, [[0]])
     window.offer(0, BYTES, [3, 4])
     with connected(server) as reader:
         reader.send_request(Request(epoch, 0, is_next=False))
@@ -103,7 +103,7 @@ def check_serves(server: ChunkServer, window: ChunkWindow, epoch: int = 1) -> No
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
 def test_a_chunk_arrives(address: str) -> None:
     with serving(address) as (server, window):
-        window.begin(1, 1, [0])
+        window.begin(1, 1, [[0]])
         window.offer(0, BYTES, [1])
         with connected(server, address) as reader:
             reader.send_request(Request(1, 0, is_next=False))
@@ -118,6 +118,42 @@ def test_the_family_of_an_address() -> None:
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     with pytest.raises(ConnectError, match=r"cannot listen on 192\.0\.2\.1"):
         ChunkServer("192.0.2.1", SECRET, ChunkWindow(1, 1.0), 1.0)
+
+
+def test_each_address_is_as_safe_as_the_first() -> None:
+    """Without the secret no byte comes; strangers of all of them make room for each other."""
+    with serving() as (server, window):
+        port = server.listen("127.0.0.2")
+        assert server.listen("127.0.0.2") == port
+        assert server.listen("127.0.0.1") == server.port
+        with pytest.raises(TransferError, match="closed"):
+            Connection.open("127.0.0.2", port, bytes(16), 0, WAIT_S)
+        with socket.create_connection(("127.0.0.2", port)) as stranger:
+            stranger.sendall(bytes(64))
+            assert ends(stranger)
+        for address in ("127.0.0.1", "127.0.0.3"):  # of this host, and not listened on
+            with pytest.raises(TransferError, match="cannot be reached"):
+                Connection.open(address, port, SECRET, 0, WAIT_S)
+        window.begin(1, 1, [[0], [1]])
+        window.offer(0, BYTES, [1])
+        for place, at in ((0, ("127.0.0.1", server.port)), (1, ("127.0.0.2", port))):
+            with closing(Connection.open(*at, SECRET, place, WAIT_S)) as reader:
+                reader.send_request(Request(1, 0, is_next=False))
+                assert read_chunk(reader)[2] == bytes(BYTES)
+
+
+def test_a_port_that_is_closed_leaves_the_others_and_its_connections() -> None:
+    with serving() as (server, window):
+        port = server.listen("127.0.0.2")
+        with closing(Connection.open("127.0.0.2", port, SECRET, 0, WAIT_S)) as stays:
+            server.listen_only({"127.0.0.1"})
+            with pytest.raises(TransferError, match="cannot be reached"):
+                Connection.open("127.0.0.2", port, SECRET, 0, WAIT_S)
+            window.begin(1, 1, [[0]])
+            window.offer(0, BYTES, [1])
+            stays.send_request(Request(1, 0, is_next=False))
+            assert read_chunk(stays)[2] == bytes(BYTES)
+        check_serves(server, window, epoch=2)
 
 
 def test_a_wrong_secret_is_told_at_once() -> None:
@@ -320,7 +356,7 @@ def test_a_host_that_never_reads_is_lost_only_when_it_is_silent() -> None:
     """The window waits for it as long as it beats, and then no longer than the patience."""
     large = memoryview(bytearray(64 << 20))
     with serving(patience_s=2.0) as (server, window), connected(server) as reader:
-        window.begin(1, 1, [0])
+        window.begin(1, 1, [[0]])
         window.offer(0, large, [])
         reader.send_request(Request(1, 0, is_next=False))
         wait_until(lambda: bool(window._cursors))
@@ -354,12 +390,12 @@ def test_beats_of_a_long_update_are_not_kept() -> None:
 def test_a_request_that_comes_early_is_answered() -> None:
     """The host had all there was of an update without chunks, before it was over here."""
     with serving() as (server, window), connected(server) as reader:
-        window.begin(1, 0, [0])
+        window.begin(1, 0, [[0]])
         reader.send_request(Request(1, 0, is_next=False))
         wait_until(lambda: bool(window._cursors))
         reader.send_request(Request(1, 0, is_next=True))
         wait_until(lambda: not window._cursors)
-        window.begin(2, 1, [0])
+        window.begin(2, 1, [[0]])
         window.offer(0, BYTES, [])
         frame, _, data = read_chunk(reader)
         assert (frame.kind, frame.epoch, data) == (FrameKind.CHUNK, 2, bytes(BYTES))
@@ -406,13 +442,13 @@ def test_hosts_are_told_which_others_are_lost() -> None:
             for each in (stays, leaves):
                 each.send_liveness([1])
             wait_until(lambda: {*server._connections.values()} == {3, 4, 5})
-            window.begin(1, 1, [3, 4, 5])
+            window.begin(1, 1, [[3, 4, 5]])
             wait_until(lambda: server.liveness(5) == [1])
             assert stays.poll_frame() is None
         assert stays.next_frame(nothing) == Frame(FrameKind.LOST, epoch=1, chunk=5)
-        window.begin(2, 1, [3, 4, 5])
+        window.begin(2, 1, [[3, 4, 5]])
         assert stays.next_frame(nothing) == Frame(FrameKind.LOST, epoch=2, chunk=5)
-        assert window._followers == [3, 4]
+        assert [chain.followers for chain in window._chains] == [[3, 4]]
         window.offer(0, BYTES, [])
         reads.send_request(Request(2, 0, is_next=False))
         assert reads.next_frame(nothing).kind is FrameKind.CHUNK, "it is told nothing between"
@@ -422,13 +458,50 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+class Slow(socket.socket):
+    """A read of it begins, and goes on when `goes_on` is set."""
+
+    reads: threading.Event
+    goes_on: threading.Event
+
+    def recv(self, *args: Any) -> bytes:
+        self.reads.set()
+        assert self.goes_on.wait(WAIT_S)
+        return super().recv(*args)
+
+
+@pytest.mark.parametrize("read", [lambda c: c.poll_frame(), lambda c: c.is_open])
+def test_a_descriptor_is_not_closed_while_another_thread_reads(
+    read: Callable[[Connection], object],
+) -> None:
+    """It could be opened again for something else in between, whose bytes the read would take."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        slow = Slow(socket.AF_INET, socket.SOCK_STREAM)
+        slow.reads, slow.goes_on = threading.Event(), threading.Event()
+        slow.connect(server.getsockname())
+        connection = Connection(slow, WAIT_S)
+        reader = threading.Thread(target=read, args=(connection,))
+        closer = threading.Thread(target=connection.close)
+        reader.start()
+        assert slow.reads.wait(WAIT_S)
+        closer.start()
+        closer.join(0.3)
+        assert slow.fileno() >= 0
+        slow.goes_on.set()
+        for thread in (reader, closer):
+            thread.join(WAIT_S)
+        assert slow.fileno() < 0
+        assert connection.poll_frame() is None
+        assert not connection.is_open
+
+
 def test_a_close_ends_all_threads_and_descriptors() -> None:
     gc.collect()  # what earlier tests dropped must not go in the middle of this one
     before = descriptors()
     with ExitStack() as stack:
         with serving() as (server, window):
             hosts = [stack.enter_context(connected(server, place=place)) for place in range(5)]
-            window.begin(1, 2, [0])
+            window.begin(1, 2, [[0]])
             for host in hosts[:3]:
                 host.send_request(Request(1, 0, is_next=False))
         for host in hosts:

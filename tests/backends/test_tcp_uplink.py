@@ -162,7 +162,7 @@ def test_an_update_that_ends_lets_go_of_the_ring() -> None:
     with closing(IpcTrainerEngine(source, options)) as engine:
         window = ChunkWindow(2, 60.0)
         engine.begin([RELAY_READER], verify=True)
-        uplink = Uplink(engine, RELAY_READER, window, [1], source)
+        uplink = Uplink(engine, RELAY_READER, window, [[1]], source)
 
         def check() -> None:
             if len(window._data) == 2:

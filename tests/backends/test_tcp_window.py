@@ -25,7 +25,7 @@ def window(
     followers: list[int], *, slots: int = 2, chunks: int = 4, hold_s: float = LONG_S
 ) -> ChunkWindow:
     made = ChunkWindow(slots, hold_s)
-    made.begin(1, chunks, followers)
+    made.begin(1, chunks, [followers])
     return made
 
 
@@ -135,10 +135,10 @@ def test_a_host_may_be_lost_before_its_update_begins_here() -> None:
     one.lose(FIRST, 2)
     offer(one, 0, 1)
     assert not has_room(one, 2), "it takes part in this update"
-    one.begin(2, 4, [FIRST])
+    one.begin(2, 4, [[FIRST]])
     offer(one, 0, 1)
     assert has_room(one, 2)
-    one.begin(3, 4, [FIRST])
+    one.begin(3, 4, [[FIRST]])
     offer(one, 0, 1)
     assert not has_room(one, 2), "it has joined again"
 
@@ -213,6 +213,43 @@ def test_it_is_complete_when_those_that_read_have_all() -> None:
     assert is_complete(one)
 
 
+def test_the_nearest_of_each_chain_is_waited_for() -> None:
+    """Hosts on two networks, which do not reach each other: both read here."""
+    one = window([])
+    one.begin(2, 4, [[FIRST, SECOND], [THIRD]])
+    offer(one, 0, 1)
+    first = one.attach(FIRST, 1, 0, is_next=True)
+    assert first is not None
+    take(one, first)
+    assert not has_room(one, 2), "the other chain has not come"
+    assert one.attach(SECOND, 1, 0, is_next=True) is None
+    third = one.attach(THIRD, 1, 0, is_next=True)
+    assert third is not None
+    take(one, third)
+    assert has_room(one, 2)
+    one.detach(first)
+    assert not has_room(one, 3), "the next one of the chain may take its place"
+    second = attach(one, SECOND, 1, epoch=2)
+    for cursor in (second, third):
+        take(one, cursor)
+    assert has_room(one, 3)
+    one.detach(third)
+    assert has_room(one, 3), "its chain has no other"
+
+
+def test_a_lost_host_of_one_chain_is_missed_in_that_one_alone() -> None:
+    one = window([])
+    one.lose(FIRST, 2)
+    one.begin(2, 4, [[FIRST, SECOND], [THIRD]])
+    offer(one, 0, 1)
+    third = one.attach(THIRD, 1, 0, is_next=True)
+    assert third is not None
+    take(one, third)
+    assert not has_room(one, 2)
+    one.lose(SECOND, 2)
+    assert has_room(one, 2)
+
+
 @pytest.mark.parametrize(("followers", "chunks"), [([], 3), ([FIRST], 0)])
 def test_without_followers_or_chunks_nobody_is_waited_for(
     followers: list[int], chunks: int
@@ -226,7 +263,7 @@ def test_a_cursor_of_an_older_update_gets_nothing_of_a_newer_one() -> None:
     one = window([FIRST])
     offer(one, 0)
     old = attach(one, FIRST)
-    one.begin(3, 4, [SECOND])
+    one.begin(3, 4, [[SECOND]])
     offer(one, 0, 1)
     assert kind_of(one.next(old)) is FrameKind.GONE
     late = attach(one, FIRST, epoch=1)
@@ -239,9 +276,9 @@ def test_a_cursor_of_an_older_update_gets_nothing_of_a_newer_one() -> None:
 def test_a_host_gets_the_next_update_in_which_it_takes_part() -> None:
     one = window([FIRST])
     assert one.attach(FIRST, 1, 0, is_next=True) is None
-    one.begin(2, 1, [SECOND])
+    one.begin(2, 1, [[SECOND]])
     assert one.attach(FIRST, 1, 0, is_next=True) is None
-    one.begin(3, 1, [FIRST])
+    one.begin(3, 1, [[FIRST]])
     cursor = one.attach(FIRST, 1, 0, is_next=True)
     assert cursor is not None
     assert cursor.epoch == 3
@@ -250,7 +287,7 @@ def test_a_host_gets_the_next_update_in_which_it_takes_part() -> None:
 def test_a_host_that_reads_elsewhere_now_does_not_take_the_place_of_a_nearer_one() -> None:
     """Its connection from the last update stays open until the message of this one arrives."""
     one = window([SECOND])
-    one.begin(2, 4, [FIRST, SECOND, THIRD])
+    one.begin(2, 4, [[FIRST, SECOND, THIRD]])
     assert one.attach(SECOND, 1, 0, is_next=True) is None
     offer(one, 0, 1)
     first = one.attach(FIRST, 1, 0, is_next=True)
@@ -262,13 +299,13 @@ def test_a_host_that_reads_elsewhere_now_does_not_take_the_place_of_a_nearer_one
 def test_an_update_that_has_not_begun_is_waited_for() -> None:
     one = window([FIRST])
     assert one.attach(FIRST, 2, 0, is_next=False) is None
-    one.begin(2, 1, [FIRST])
+    one.begin(2, 1, [[FIRST]])
     assert attach(one, FIRST, epoch=2).epoch == 2
 
 
 def test_a_chunk_that_left_is_read_again_where_there_is_a_source() -> None:
     one = ChunkWindow(2, LONG_S)
-    one.begin(1, 4, [], lambda chunk: memoryview(bytes([100 + chunk])))
+    one.begin(1, 4, [[]], lambda chunk: memoryview(bytes([100 + chunk])))
     for chunk in range(4):
         one.make_room(chunk, lambda: None)
         offer(one, chunk)
@@ -331,7 +368,7 @@ def test_memory_is_not_used_again_while_it_is_sent(ends: str) -> None:
 
     def end() -> None:
         if ends == "begins another update":
-            held.begin(2, 1, [])
+            held.begin(2, 1, [[]])
         else:
             held.release()
         ended.set()

@@ -34,7 +34,7 @@ from tests.children import CONTEXT
 from tests.e2e import models, processes
 from tests.e2e.processes import WAIT_S, Remote
 from tests.hosts.isolation import TOOL_PATH
-from tests.hosts.namespaces import DEVICE, Host
+from tests.hosts.namespaces import BRIDGE, DEVICE, Host
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import FinishRequest, Reply, Request, Status, StatusRequest
 from weightsync.wire.problem import Problem, from_problem, to_problem
@@ -189,6 +189,34 @@ def half_reachable(host: Host, *, deaf: Host, others: Sequence[Host]) -> Iterato
         _ip(host, f"address del {address}/32 dev {DEVICE}")
         for other in (deaf, *others):
             _ip(other, f"route del {address}/32")
+
+
+@contextmanager
+def on_two_networks(host: Host, moved: Host) -> Iterator[str]:
+    """Move one host to another network, of which `host` has a device too; yield its address.
+
+    The hosts of the first network have no route to it, nor it to them.
+    """
+    network, length, device, port = "10.85.0", 24, "eth1", "other-port"
+    own, other = f"{network}.1/{length}", f"{network}.2"
+    (space, _, _), (switch, _, _) = host.ends()
+    commands = [
+        f"link add {port} type veth peer name {device} netns {space.pid}",
+        f"link set {port} master {BRIDGE} up",
+    ]
+    switch.tool(["ip", "-batch", "-"], commands)
+    space.tool(["ip", "-batch", "-"], [f"address add {own} dev {device}", f"link set {device} up"])
+    # UCX looks there for devices.
+    host.run(["mount", "-t", "sysfs", "sysfs", "/sys"], timeout_s=WAIT_S, env={"PATH": TOOL_PATH})
+    _ip(moved, f"address del {moved.address}/{length} dev {DEVICE}")
+    _ip(moved, f"address add {other}/{length} dev {DEVICE}")
+    try:
+        yield other
+    finally:
+        host.run(["umount", "/sys"], timeout_s=WAIT_S, env={"PATH": TOOL_PATH})
+        _ip(host, f"link del {device}")
+        _ip(moved, f"address del {other}/{length} dev {DEVICE}")
+        _ip(moved, f"address add {moved.address}/{length} dev {DEVICE}")
 
 
 def _ip(host: Host, command: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -317,6 +318,82 @@ def test_an_address_that_was_said(network: HostNetwork) -> None:
         assert {place.address for place in listening(a) - before} == {said}
         trainer.do("end_sender")
         assert listening(a) == before
+
+
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+def test_hosts_on_two_networks_reach_the_trainer_each_on_its_own(
+    network: HostNetwork, backend: str
+) -> None:
+    """They do not reach each other, so each reads from the trainer, and none waits for another."""
+    a, b, c = network.hosts
+    timeout_s = 60.0
+    with ExitStack() as stack:
+        address = stack.enter_context(several_hosts.on_two_networks(a, c))
+        trainer = stack.enter_context(several_hosts.trainer(a))
+        near = stack.enter_context(several_hosts.receivers(b))
+        far = stack.enter_context(several_hosts.receivers(c, address=address))
+        fleet = [process.receiver("http", model="plain") for process in (near, far, far)]
+        before = [listening(host) for host in (a, b, c)]
+        trainer.do("connect", [fleet[0].url, fleet[1].url], backend=backend, timeout_s=timeout_s)
+        began = time.monotonic()
+        for version in (1, 2):
+            trainer.send(seed=version)
+            _check(trainer, fleet[:2], version)
+        # A window that waited for a host of the other network would hold three quarters of it.
+        assert time.monotonic() - began < timeout_s / 3
+        own = f"{address.rpartition('.')[0]}.1"
+        _check_listens(backend, a, before[0], {a.address, own})
+        _check_listens(backend, b, before[1], {b.address})
+        _check_listens(backend, c, before[2], {address})
+        trainer.do("call", "remove", fleet[0].url)
+        _check_listens(backend, a, before[0], {own})
+        trainer.do("call", "add", fleet[0].url)
+        trainer.do("call", "add", fleet[2].url)
+        trainer.send(seed=3)
+        _check(trainer, fleet, 3)
+        trainer.do("end_sender")
+        _check_listens(backend, a, before[0], set())
+
+
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+def test_a_host_elsewhere_joins_a_fleet_of_the_trainers_own_host(
+    network: HostNetwork, backend: str
+) -> None:
+    a, b, _ = network.hosts
+    with ExitStack() as stack:
+        trainer = stack.enter_context(several_hosts.trainer(a))
+        here = stack.enter_context(several_hosts.receivers(a, address="127.0.0.1"))
+        there = stack.enter_context(several_hosts.receivers(b))
+        fleet = [process.receiver("http", model="plain") for process in (here, there)]
+        before = listening(a)
+        trainer.do("connect", [fleet[0].url], backend=backend)
+        trainer.send(seed=1)
+        _check_listens(backend, a, before, {"127.0.0.1"})
+        trainer.do("call", "add", fleet[1].url)
+        _check(trainer, fleet, 1)
+        trainer.send(seed=2)
+        _check(trainer, fleet, 2)
+        _check_listens(backend, a, before, {"127.0.0.1", a.address})
+        trainer.do("call", "remove", fleet[1].url)
+        _check_listens(backend, a, before, {"127.0.0.1"})
+        trainer.send(seed=3)
+        _check(trainer, fleet[:1], 3)
+        trainer.do("end_sender")
+
+
+def _check_listens(
+    backend: str, host: Host, before: set[several_hosts.Listening], addresses: set[str]
+) -> None:
+    """Check at which addresses a host listens for others; UCX has ports of its own."""
+    found = {at.address for at in listening(host) - before}
+    assert found == addresses if backend == "tcp" else found >= addresses
+
+
+def _check(trainer: Trainer, fleet: list[Remote], version: int) -> None:
+    wanted = trainer.do("digests")
+    for remote in fleet:
+        assert remote.digests() == wanted, remote.url
+        assert remote.reading() == version, remote.url
 
 
 def test_everything_listens_at_the_hosts_address_alone(site: Site) -> None:

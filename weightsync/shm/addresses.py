@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+LOOPBACK = "127.0.0.1"
 _DISCARD_PORT = 9
 RESOLVE_S = 10.0
 """How long a name is looked up where a caller has no limit of its own."""
@@ -82,6 +83,15 @@ def source_address(host: str, *, family: int = socket.AF_UNSPEC) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def is_own(host: str) -> bool:
+    """Whether `host`, a name or an address, is this host itself, as far as its routes show."""
+    try:
+        address = str(resolve(host)[0][1][0])
+        return is_loopback(address) or source_address(address) == address
+    except OSError:
+        return False
 
 
 def is_loopback(address: str) -> bool:

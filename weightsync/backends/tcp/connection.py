@@ -118,6 +118,7 @@ class Connection:
         self._asked: Request | None = None
         self._acks = 0
         self._sends = threading.Lock()
+        self._polls = threading.Lock()
         close_in_children(sock)
         tick = struct.pack("ll", 0, int(_TICK_S * 1e6))
         sock.settimeout(None)
@@ -177,13 +178,17 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer has not closed the connection, as far as is known; never blocks."""
-        try:
-            return bool(self._socket.recv(1, _PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        """Whether the peer has not closed the connection, as far as is known; never blocks.
+
+        Any thread may ask.
+        """
+        with self._polls:
+            try:
+                return bool(self._socket.recv(1, _PEEK))
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
 
     def receive_hello(self, secret: bytes, within_s: float) -> int | None:
         """Return the place of the host that connected; None unless it knows the secret."""
@@ -236,14 +241,16 @@ class Connection:
     def poll_frame(self) -> Frame | None:
         """Return the head of a frame that has arrived, None without one; never blocks.
 
-        A connection that broke has none. Raises ProtocolError.
+        A connection that broke has none. Any one thread may ask while another one closes it. Raises
+        ProtocolError.
         """
-        try:
-            if len(self._socket.recv(_HEAD.size, _PEEK)) < _HEAD.size:
+        with self._polls:
+            try:
+                if len(self._socket.recv(_HEAD.size, _PEEK)) < _HEAD.size:
+                    return None
+                return self._frame_of(self._socket.recv(_HEAD.size))
+            except OSError:
                 return None
-            return self._frame_of(self._socket.recv(_HEAD.size))
-        except OSError:
-            return None
 
     def _frame_of(self, head: bytes | bytearray) -> Frame:
         magic, kind, *numbers = _HEAD.unpack(head)
@@ -339,7 +346,8 @@ class Connection:
     def close(self) -> None:
         """Close the connection. Called when no other thread reads or sends frames. Idempotent."""
         self.cut()
-        with self._sends:  # no heartbeat may go to a descriptor opened again
+        # No heartbeat may go to a descriptor that is opened again, and no poll may read from it.
+        with self._sends, self._polls:
             self._socket.close()
 
     def _hear(self, *, is_idle: bool = False, flags: int = socket.MSG_DONTWAIT) -> None:

@@ -261,7 +261,7 @@ class HostRelay:
                 readers = self._without_lost(update.readers, update.epoch)
                 chunks = len(update.sizes)
                 self._writer.follow(readers, chunks, epoch=update.epoch, base=update.base)
-            self.window.begin(update.epoch, len(update.sizes), update.followers)
+            self.window.begin(update.epoch, len(update.sizes), [update.followers])
             self._receive_all(update)
         except WeightSyncError as exc:
             self.window.fail()

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Container
 from contextlib import suppress
 
 from weightsync.backends.tcp.carrier import Carrier, InStream
@@ -33,13 +34,14 @@ _KNOWN_AFTER_S = 30.0
 
 
 class ChunkServer:
-    """A port of `address` at which hosts that know `secret` read the chunks of `window`.
+    """Ports at which hosts that know `secret` read the chunks of `window`, one for each address.
 
-    A thread accepts, and each connection has one. `carrier` moves the bytes, by default in the
-    stream. A connection that never asks for anything shows its other end that this process lives.
-    With `tells_lost`, for the sender, all hosts of an update have such a connection, and are told
-    over it which of them have none any more, and which readers of their ring have failed: they do
-    not wait for these. Raises ConnectError where the address is none of this host's.
+    The first is `port` of `address`; `listen` adds others. A thread for each port accepts, and each
+    connection has one. `carrier` moves the bytes, by default in the stream. A connection that never
+    asks for anything shows its other end that this process lives. With `tells_lost`, for the
+    sender, all hosts of an update have such a connection, and are told over it which of them have
+    none any more, and which readers of their ring have failed: they do not wait for these. Raises
+    ConnectError where the address is none of this host's.
     """
 
     def __init__(
@@ -61,17 +63,30 @@ class ChunkServer:
         self._lost_readers: set[tuple[int, int, int]] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._listening: dict[str, socket.socket] = {}
+        self.port = self.listen(address)
+
+    def listen(self, address: str) -> int:
+        """Listen at an address, unless it does; return its port. Raises ConnectError."""
+        if address in self._listening:
+            return int(self._listening[address].getsockname()[1])
         try:
-            self._listening = socket.create_server(
-                (address, 0), family=family_of(address), backlog=1024
-            )
+            listening = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         except OSError as exc:
             raise ConnectError(
                 f"cannot listen on {address}: {exc}; give an address of this host"
             ) from exc
-        close_in_children(self._listening)
-        self.port = int(self._listening.getsockname()[1])
-        threading.Thread(target=self._accept, name="weightsync-accept", daemon=True).start()
+        close_in_children(listening)
+        self._listening[address] = listening
+        threading.Thread(
+            target=self._accept, args=(listening,), name="weightsync-accept", daemon=True
+        ).start()
+        return int(listening.getsockname()[1])
+
+    def listen_only(self, addresses: Container[str]) -> None:
+        """Close the ports of other addresses. Their connections stay."""
+        for address in [address for address in self._listening if address not in addresses]:
+            _close_port(self._listening.pop(address))
 
     def liveness(self, place: int) -> list[int]:
         """Return the counters that the host of `place` sent last, by reader of its ring."""
@@ -92,18 +107,16 @@ class ChunkServer:
         with self._lock:
             self._closed = True
             connections = list(self._connections)
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listening.close()
+        self.listen_only(())
         for connection in connections:
             connection.cut()  # its own thread closes it
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listening.accept()
+                sock, _ = listening.accept()
             except OSError:
-                if self._closed:
+                if self._closed or listening.fileno() < 0:
                     return
                 time.sleep(0.05)  # no descriptors, perhaps
                 continue
@@ -248,6 +261,12 @@ class ChunkServer:
         finally:
             self._window.detach(cursor)
         return None
+
+
+def _close_port(listening: socket.socket) -> None:
+    with suppress(OSError):
+        listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    listening.close()
 
 
 def family_of(address: str) -> socket.AddressFamily:

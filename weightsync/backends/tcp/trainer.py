@@ -1,8 +1,9 @@
 """The `tcp` backend's trainer engine: serves the chunks of rank 0 to receivers on other hosts.
 
-One receiver of each host is a member, which feeds its host. The first member reads from the sender,
-each other one from the member before it, or from the nearest that works. So the bytes leave the
-sender once, whatever the number of hosts.
+One receiver of each host is a member, which feeds its host. The members that reach the sender at
+the same address are a chain: the first one reads from the sender, each other one from the member
+before it, or from the nearest that works. So the bytes leave the sender once for each of its
+networks, whatever the number of hosts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConnectError, TransferError
-from weightsync.shm.addresses import is_loopback, source_address
+from weightsync.shm.addresses import LOOPBACK, is_loopback, is_own, source_address
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.source import WeightSource
@@ -61,9 +62,13 @@ ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 
 @dataclass(slots=True, eq=False)
 class _Host:
-    """Readers of one host that share a ring: their indices on it (the member's is 0), and names."""
+    """Readers of one host that share a ring: their indices on it (the member's is 0), and names.
+
+    `sender` is the sender's end as this host reaches it, `peer` the member's own.
+    """
 
     key: str
+    sender: Peer
     peer: Peer
     ring: HostRing
     on_ring: dict[int, int]
@@ -71,7 +76,7 @@ class _Host:
     used: int = 1
 
     @classmethod
-    def of(cls, key: str, member: Reader, made: Any) -> _Host:
+    def of(cls, key: str, sender: Peer, member: Reader, made: Any) -> _Host:
         """Return the host of a member that has replied to its init message."""
         if made is None:
             raise TransferError(f"{member.target}: no ring was created on its host")
@@ -80,7 +85,7 @@ class _Host:
             name=member.target, place=member.index, address=ring.peer.address, port=ring.peer.port
         )
         names = {member.index: member.target}
-        return cls(key, peer, ring, {member.index: MEMBER_READER}, names)
+        return cls(key, sender, peer, ring, {member.index: MEMBER_READER}, names)
 
     @property
     def has_member(self) -> bool:
@@ -125,7 +130,6 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         self._joining: dict[str, _Host] = {}
         self._window: ChunkWindow | None = None
         self._server: ChunkServer | None = None
-        self._address = ""
         self._uplink: Uplink | None = None
 
     def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
@@ -150,18 +154,22 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         shape = ring_shape(self._ring.offer(RELAY_READER, generation))
         members = {key: on_host[0] for key, on_host in by_host.items() if key not in fed}
         if members:
-            self._listen(list(members.values()), shape)
+            senders = {key: self._listen(member, shape) for key, member in members.items()}
             replies = yield Round(
                 messages={
-                    member.index: TcpInit(member=self._membership(member.index, shape))
-                    for member in members.values()
+                    member.index: TcpInit(
+                        member=self._membership(member.index, senders[key], shape)
+                    )
+                    for key, member in members.items()
                 }
             )
             if replies.failed:
                 return
             for key, member in members.items():
-                fed[key] = _Host.of(key, member, replies.payloads.get(member.index))
+                made = replies.payloads.get(member.index)
+                fed[key] = _Host.of(key, senders[key], member, made)
                 self._hosts.append(fed[key])
+        self._close_unused_ports()
         others = {
             reader.index: TcpInit(
                 ring=init_of(fed[key].ring, shape, place), generation=fed[key].ring.generation
@@ -191,21 +199,25 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         lost = [host.peer.name for host in taking if host.peer.place not in wanted]
         if lost:
             raise TransferError(f"the receiver that feeds the host of {lost[0]} takes no part")
-        places = [host.peer.place for host in taking]
+        by_network: dict[str, list[_Host]] = {}
+        for host in taking:
+            by_network.setdefault(host.sender.address, []).append(host)
+        chains = [[host.peer.place for host in chain] for chain in by_network.values()]
         stream = self._ring.stream
         updates: dict[int, RelayedUpdate] = {}
-        for i, host in enumerate(taking):
-            reading = {index: at for index, at in host.on_ring.items() if index in wanted}
-            plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True)
-            updates.update(dict.fromkeys(reading, plain))
-            updates[host.peer.place] = replace(
-                plain,
-                readers=sorted(reading.values()),
-                sources=[*(before.peer for before in reversed(taking[:i])), self._sender],
-                followers=places[i + 1 :],
-            )
+        plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True)
+        for chain in by_network.values():
+            for i, host in enumerate(chain):
+                reading = {index: at for index, at in host.on_ring.items() if index in wanted}
+                updates.update(dict.fromkeys(reading, plain))
+                updates[host.peer.place] = replace(
+                    plain,
+                    readers=sorted(reading.values()),
+                    sources=[*(before.peer for before in reversed(chain[:i])), host.sender],
+                    followers=[after.peer.place for after in chain[i + 1 :]],
+                )
         lent = self._lent_chunks(source, verify=verify)
-        self._uplink = Uplink(self._ring, RELAY_READER, window, places, source, lent)
+        self._uplink = Uplink(self._ring, RELAY_READER, window, chains, source, lent)
         self._lent_table = self._uplink.table if lent is not None and verify else None
         return updates
 
@@ -291,7 +303,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
             host.on_ring.pop(reader, None)
             host.names.pop(reader, None)
         self._hosts = [host for host in self._hosts if host.on_ring]
-        if not self._hosts:
+        if self._hosts:
+            self._close_unused_ports()
+        else:
             self._close_server()
 
     def goes_on_without(self, reader: int) -> bool:
@@ -334,25 +348,26 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
         if carrier is not None:
             carrier.close()
 
-    @property
-    def _sender(self) -> Peer:
-        port = self._server.port if self._server is not None else 0
-        return Peer(name="the sender", place=-1, address=self._address, port=port)
+    def _close_unused_ports(self) -> None:
+        if self._server is not None:
+            self._server.listen_only({host.sender.address for host in self._hosts})
 
-    def _membership(self, place: int, shape: RingShape) -> Membership:
+    def _membership(self, place: int, sender: Peer, shape: RingShape) -> Membership:
         return Membership(
-            sender=self._sender,
+            sender=sender,
             place=place,
             secret=self._secret.hex(),
             shape=shape,
             timeout_s=self._timeout_s,
         )
 
-    def _listen(self, members: Sequence[Reader], shape: RingShape) -> None:
-        """Listen at an address that these hosts can reach, the first time."""
-        if self._server is not None:
-            return
-        self._address = _address_for_all(members)
+    def _listen(self, member: Reader, shape: RingShape) -> Peer:
+        """Listen at an address that the host of this member can reach."""
+        address = address_for(member)
+        server = self._server or self._start_server(address, shape)
+        return Peer(name="the sender", place=-1, address=address, port=server.listen(address))
+
+    def _start_server(self, address: str, shape: RingShape) -> ChunkServer:
         patience_s = patience_of(self._timeout_s)
         self._window = ChunkWindow(max(shape.num_buckets // 2, 1), hold_of(patience_s))
         carrier = self._carrier = self._make_carrier()
@@ -363,9 +378,10 @@ class TcpTrainerEngine(TrainerWeightTransferEngine):
                 logger.info("the source's tensors are packed for other hosts: %s", why)
             elif carrier.lend(stable):
                 self._lent = LentChunks(layout, stable)
-        self._server = ChunkServer(
-            self._address, self._secret, self._window, patience_s, carrier, tells_lost=True
+        server = self._server = ChunkServer(
+            address, self._secret, self._window, patience_s, carrier, tells_lost=True
         )
+        return server
 
 
 class _UplinkProgress:
@@ -402,23 +418,20 @@ def ring_shape(ring: IpcInit) -> RingShape:
     )
 
 
-def _address_for_all(members: Sequence[Reader]) -> str:
-    """Return an address that all members can reach: loopback if none is on another host."""
-    elsewhere = [member for member in members if member.host != host_key()]
-    return address_for(elsewhere[0]) if elsewhere else "127.0.0.1"
-
-
 def address_for(reader: Reader) -> str:
-    """Return the address of this host that a receiver on another host can reach.
+    """Return the address of this host that a receiver can reach.
 
-    It is WEIGHTSYNC_ADDRESS where that is set; otherwise the source address of the route to the
-    target's URL; otherwise `local_address` of the transport, or the source address of the default
-    route. Raises ConnectError when there is none.
+    It is WEIGHTSYNC_ADDRESS where that is set; the loopback address for a receiver on this host;
+    otherwise the source address of the route to the target's URL; otherwise `local_address` of the
+    transport, or the source address of the default route. Raises ConnectError when there is none.
     """
     configured = os.environ.get(ADDRESS_VARIABLE)
     if configured:
         return configured
     host = urlsplit(reader.route).hostname if "://" in reader.route else None
+    # Containers may share the memory of one host, and have a network of their own each.
+    if reader.host == host_key() and (host is None or is_own(host)):
+        return LOOPBACK
     known = None if host else reader.local_address
     if known and not is_loopback(known):
         return known

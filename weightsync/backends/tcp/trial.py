@@ -18,10 +18,10 @@ from weightsync.backends.tcp.payload import SECRET_NBYTES
 from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.errors import TransferError
+from weightsync.shm.addresses import LOOPBACK
 from weightsync.shm.store_order import order_stores
 from weightsync.weights.fingerprint import mix64
 
-LOOPBACK = "127.0.0.1"
 PATIENCE_S = 10.0
 _CHUNKS, _CHUNK_NBYTES = 4, 8 << 20
 NBYTES = _CHUNKS * _CHUNK_NBYTES
@@ -45,7 +45,7 @@ def serve_chunks(carrier: Carrier) -> Iterator[Offer]:
         closing(ChunkWindow(_CHUNKS, PATIENCE_S)) as window,
         closing(ChunkServer(LOOPBACK, secret, window, PATIENCE_S, carrier)) as server,
     ):
-        window.begin(1, _CHUNKS, [0])
+        window.begin(1, _CHUNKS, [[0]])
         for number, chunk in enumerate(chunks):
             window.offer(number, chunk.numpy().data, [mix64(chunk)])
         yield Offer(server.port, secret)

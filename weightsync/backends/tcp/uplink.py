@@ -29,7 +29,7 @@ class _Stopped(TransferError):
 
 
 class Uplink:
-    """One update: reads the ring as `reader`, in a thread, and fills `window`.
+    """One update: reads the ring as `reader`, in a thread, and fills `window` for the `chains`.
 
     Chunks that left the window are read again from the source, where its tensors stay: so a host
     whose source died may ask for any chunk, until the update ends. With `lent` the hosts read these
@@ -41,7 +41,7 @@ class Uplink:
         engine: IpcTrainerEngine,
         reader: int,
         window: ChunkWindow,
-        followers: Sequence[int],
+        chains: Sequence[Sequence[int]],
         source: WeightSource,
         lent: LentChunks | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class Uplink:
             again = lent.chunk
         elif (stable := source.stable_tensors()) is not None:
             again = reread(stream.layout, stable)
-        window.begin(stream.epoch, len(self._chunks), followers, again)
+        window.begin(stream.epoch, len(self._chunks), chains, again)
         self._thread = threading.Thread(target=self._run, name="weightsync-uplink", daemon=True)
         self._thread.start()
         end_at_exit(self)

@@ -51,6 +51,14 @@ class Cursor:
     is_sending: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """Hosts that read from each other, of which the nearest is waited for until `hold_until`."""
+
+    followers: list[int]
+    hold_until: float
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The next frame of a cursor: a chunk, or another kind where there is none."""
@@ -66,8 +74,9 @@ class ChunkWindow:
     """The last `slots` chunks of the newest update; any number of hosts read them.
 
     The one thread that fills it calls `begin`, then `make_room` and `offer` for each chunk, then
-    `complete`. `make_room` waits for the hosts that read, and for the nearest follower, as long as
-    `hold_s`: that host may come late, or take the place of one that died. It does not wait for
+    `complete`. `make_room` waits for the hosts that read, and for the nearest follower of each
+    chain, as long as `hold_s`: that host may come late, or take the place of one that died. It does
+    not wait for
     hosts that are lost (`lose`), or that have asked for a chunk which is no longer here. `again`
     reads a chunk that is no longer in the window. A process whose update fails for itself calls
     `fail`, and one that learns that the sender gave it up, `abort`.
@@ -82,29 +91,41 @@ class ChunkWindow:
         self._lost: set[tuple[int, int]] = set()
         self._reset(0, 0, [], None)
 
-    def _reset(self, epoch: int, chunks: int, followers: list[int], again: Read | None) -> None:
+    def _reset(
+        self, epoch: int, chunks: int, chains: Sequence[Sequence[int]], again: Read | None
+    ) -> None:
         self.epoch = epoch
         self._chunks = chunks
         self._lost = {(of, place) for of, place in self._lost if of >= epoch}
-        waited_for = [place for place in followers if (epoch, place) not in self._lost]
-        self._followers = waited_for if chunks else []
-        self.members = tuple(followers)
+        hold_until = time.monotonic() + self._hold_s
+        self._chains = [
+            _Chain([place for place in chain if (epoch, place) not in self._lost], hold_until)
+            for chain in chains
+            if chunks
+        ]
+        self.members = tuple(place for chain in chains for place in chain)
+        self._nearest = {chain[0] for chain in chains if chain}
         self._again = again
         self._data: dict[int, Data] = {}
         self._fingerprints: list[Sequence[int]] = []
         self._ended: FrameKind | None = None
-        self._hold_until = time.monotonic() + self._hold_s
 
     def begin(
-        self, epoch: int, chunks: int, followers: Sequence[int], again: Read | None = None
+        self,
+        epoch: int,
+        chunks: int,
+        chains: Sequence[Sequence[int]],
+        again: Read | None = None,
     ) -> None:
         """Begin an update. Hosts that still read an older one lose it.
 
-        Nothing is sent any more from the memory of that one when this returns.
+        The first host of each of the `chains` reads here, and each other one from the nearest host
+        before it that works. Nothing is sent any more from the memory of the older update when this
+        returns.
         """
         with self._changed:
             self._end_sends()
-            self._reset(epoch, chunks, list(followers), again)
+            self._reset(epoch, chunks, chains, again)
             self._changed.notify_all()
 
     def make_room(self, chunk: int, check: Callable[[], None]) -> None:
@@ -121,12 +142,17 @@ class ChunkWindow:
     def _is_free(self, chunk: int) -> bool:
         if any(cursor.at <= chunk for cursor in self._cursors):
             return False
-        if not self._followers or self._close_now:
+        if self._close_now:
             return True
-        nearest = self._followers[0]
-        if any(cursor.place == nearest for cursor in self._cursors):
-            return True
-        return time.monotonic() > self._hold_until
+        here, now = {cursor.place for cursor in self._cursors}, time.monotonic()
+        return all(
+            not chain.followers or chain.followers[0] in here or now > chain.hold_until
+            for chain in self._chains
+        )
+
+    def _chain_of(self, place: int) -> _Chain | None:
+        """Return the chain in which a host is waited for."""
+        return next((chain for chain in self._chains if place in chain.followers), None)
 
     def offer(self, chunk: int, data: Data, fingerprints: Sequence[int]) -> None:
         """Add a chunk, whose memory stays as it is until `make_room` says that it is free."""
@@ -136,7 +162,7 @@ class ChunkWindow:
             self._changed.notify_all()
 
     def complete(self, check: Callable[[], None]) -> None:
-        """Wait until the hosts that read, and the nearest follower, have all chunks."""
+        """Wait until the hosts that read, and the nearest followers, have all chunks."""
         while True:
             with self._changed:
                 if self._is_free(self._chunks - 1):
@@ -198,11 +224,11 @@ class ChunkWindow:
     ) -> Cursor | None:
         """Return a cursor of the host at `place`, None until the update that it asks for is here.
 
-        With `is_next` that is the first update after `epoch` whose first follower is `place`: a
-        host that comes later in the chain reads from the one before it, and leaves this connection.
+        With `is_next` that is the first update after `epoch` in which `place` is the first of a
+        chain: a host that comes later in it reads from the one before, and leaves this connection.
         """
         with self._changed:
-            comes = self.epoch > epoch and self.members[:1] == (place,)
+            comes = self.epoch > epoch and place in self._nearest
             if not (comes if is_next else self.epoch >= epoch):
                 self._changed.wait(_LOOK_S)
                 return None
@@ -222,15 +248,15 @@ class ChunkWindow:
 
     def _drop_from(self, place: int) -> None:
         """Do not wait for a host that reads from another source, and serves those after it."""
-        if place in self._followers:
-            self._followers = self._followers[: self._followers.index(place)]
+        if (chain := self._chain_of(place)) is not None:
+            chain.followers = chain.followers[: chain.followers.index(place)]
             self._changed.notify_all()
 
     def _drop_before(self, place: int) -> None:
         """Wait no more for followers that are nearer than the one that came."""
         # One that comes later finds what is in the window, or goes to another source.
-        if place in self._followers:
-            self._followers = self._followers[self._followers.index(place) :]
+        if (chain := self._chain_of(place)) is not None:
+            chain.followers = chain.followers[chain.followers.index(place) :]
             self._changed.notify_all()
 
     def lose(self, place: int, epoch: int) -> None:
@@ -243,8 +269,8 @@ class ChunkWindow:
                 return
             if epoch > self.epoch:
                 self._lost.add((epoch, place))
-            elif epoch == self.epoch and place in self._followers:
-                self._followers.remove(place)
+            elif epoch == self.epoch and (chain := self._chain_of(place)) is not None:
+                chain.followers.remove(place)
                 self._changed.notify_all()
 
     def detach(self, cursor: Cursor) -> None:
@@ -258,12 +284,13 @@ class ChunkWindow:
             self._changed.notify_all()
             if any(other.place == cursor.place for other in self._cursors):
                 return  # it has connected again
-            if cursor.epoch == self.epoch and cursor.place in self._followers:
+            chain = self._chain_of(cursor.place)
+            if cursor.epoch == self.epoch and chain is not None:
                 if cursor.at >= self._chunks:
-                    self._followers.clear()
+                    chain.followers.clear()
                 else:
-                    self._followers.remove(cursor.place)
-                    self._hold_until = time.monotonic() + self._hold_s
+                    chain.followers.remove(cursor.place)
+                    chain.hold_until = time.monotonic() + self._hold_s
 
     def next(self, cursor: Cursor) -> Offer | None:
         """Return what this host gets next; None after a short wait without anything."""
