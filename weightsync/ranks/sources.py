@@ -25,7 +25,7 @@ from weightsync.weights.delta import ChangeLog
 from weightsync.weights.fingerprint import mix64
 from weightsync.weights.finite import CheckFinite, not_finite
 from weightsync.weights.packer import check_number, check_whole
-from weightsync.weights.shards import gather
+from weightsync.weights.shards import gather, gathered_device
 from weightsync.weights.source import (
     DescribedSource,
     IterableSource,
@@ -475,10 +475,19 @@ def manifest_of(pairs: Iterable[Pair]) -> Manifest:
 
 
 def source_device(source: WeightSource) -> torch.device:
-    """Return the device of the source's tensors, as far as it is known without gathering them."""
+    """Return the device of the source's tensors, as far as it is known without making them.
+
+    What a source does not say is the current GPU of a process that uses one.
+    """
     stable = source.stable_tensors()
     if stable:
         return stable[0].device
+    inner = innermost(source)
+    types: set[str] = getattr(inner, "device_types", set())
+    if not types and hasattr(inner, "made_of"):
+        types = {gathered_device(tensor) for tensor in inner.made_of()[1]}
+    if types and "cuda" not in types:
+        return torch.device("cpu")
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

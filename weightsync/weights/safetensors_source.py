@@ -112,6 +112,7 @@ class SafetensorsSource:
         rename: Rename | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
+        self.device_types = {"cpu"}
         self._dtype = as_dtype("dtype", dtype)
         self._rename = rename_with(rename)
         self._seen, self._sent, self._manifest = self._read()

@@ -278,6 +278,11 @@ def _consecutive(indices: list[int]) -> Iterator[Span]:
             begin = i
 
 
+def gathered_device(tensor: torch.Tensor) -> str:
+    """Return the type of the device of what `gather` makes of a tensor."""
+    return cast("Any", tensor).device_mesh.device_type if is_sharded(tensor) else tensor.device.type
+
+
 def gather(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the full tensor of a DTensor, on the device of its mesh; others as they are.
 

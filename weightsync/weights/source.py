@@ -19,7 +19,14 @@ from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
-from weightsync.weights.shards import find_fsdp, gather, gather_groups, is_sharded, local_of
+from weightsync.weights.shards import (
+    find_fsdp,
+    gather,
+    gather_groups,
+    gathered_device,
+    is_sharded,
+    local_of,
+)
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,
@@ -417,7 +424,8 @@ class IterableSource:
     called once at `connect` for the manifest; the sender compares each tensor of a later call with
     that. A DTensor is gathered when it is requested, so every rank must yield the same names in the
     same order. `changed` collects the names of tensors that other code changed during iterations,
-    as YieldWatch detects it; the reader of `changed` also clears it.
+    as YieldWatch detects it; the reader of `changed` also clears it. `device_types` has the types
+    of the devices of the first iteration's tensors.
     """
 
     def __init__(
@@ -433,6 +441,7 @@ class IterableSource:
         self._dtype = as_dtype("dtype", dtype)
         self.changed: list[str] = []
         self.rounded: dict[str, str] = {}
+        self.device_types: set[str] = set()
         given = factory()
         self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
@@ -499,6 +508,7 @@ class IterableSource:
         specs = []
         states = {}
         for name, tensor in checked_pairs(pairs, self._dtype):
+            self.device_types.add(gathered_device(tensor))
             specs.append(spec_of(self._rename(name), tensor, self._dtype))
             self.rounded |= rounded_by(specs[-1:], [tensor.dtype])
             if keys := state_beside(tensor):
