@@ -122,7 +122,7 @@ def test_a_second_receiver_whose_hook_raises_once_is_sent_the_weights_again(pair
 
 def test_a_second_receiver_that_is_stopped_costs_only_itself(pair: Pair) -> None:
     """It is the one that is to blame, not the member that waits for it."""
-    timeout_s = 4.0
+    timeout_s = 10.0
     sender = pair.connect(timeout_s=timeout_s, on_failure="drop")
     pair.slow.hinder(delay_s=0.5)
     pid = _pid(pair.second)
@@ -130,7 +130,8 @@ def test_a_second_receiver_that_is_stopped_costs_only_itself(pair: Pair) -> None
     report = sender.send_weights()
     took_s = time.monotonic() - pair.began
     thread.join()
-    assert timeout_s / 2 < took_s < 1.2 * timeout_s + 4.0
+    # The member would give it up by itself after 2 times `timeout_s`.
+    assert timeout_s / 2 < took_s < 1.8 * timeout_s
     assert list(report.dropped) == [pair.slow.url]
     assert pair.member.digests() == models.digests(pair.model)
     pair.second.kill()

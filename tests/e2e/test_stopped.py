@@ -216,8 +216,8 @@ class TestReceiver:
     def test_several_add_no_more_where_the_others_go_on(
         self, host: Host, stop: Stop, backend: Any
     ) -> None:
-        """Each would add a third of `timeout_s` if it were asked again for itself."""
-        timeout_s, machine_s, count = 6.0, 4.0, 6
+        """Each would add a third of `timeout_s` if it were asked again for itself: 38 s here."""
+        timeout_s, machine_s, count = 8.0, 15.0, 16
         relays = [Relay(host.receiver("http", model="plain")) for _ in range(count)]
         model = models.make("plain", seed=1)
         with processes.host() as other:
@@ -240,7 +240,7 @@ class TestReceiver:
                 assert all("gave no sign of life" in why for why in report.dropped.values())
                 assert lives.digests() == models.digests(model)
                 go_on(host)
-                for relay in relays:
+                for relay in relays[:2]:
                     sender.add(HttpTransport(relay.target))
                 models.fill(model, seed=3)
                 assert not sender.send_weights().dropped
