@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import layerwise
@@ -54,8 +54,8 @@ class DirectWrites(WriteWatch):  # type: ignore[no-untyped-call]  # torch has no
         """Carry the writes of the block, other than those of vLLM's own weight loaders."""
         names = ("get_numel_loaded", "_layerwise_process")
         kept = {name: getattr(layerwise, name) for name in names}
-        for name, call in kept.items():
-            setattr(layerwise, name, _unwatched(call))
+        layerwise.get_numel_loaded = _aside(kept["get_numel_loaded"])
+        layerwise._layerwise_process = _unwatched(kept["_layerwise_process"])
         try:
             with self:
                 yield
@@ -185,6 +185,22 @@ class DirectWrites(WriteWatch):  # type: ignore[no-untyped-call]  # torch has no
             if not info.can_load():  # vLLM has copied it to where the kernels read it
                 for storage in self._open.pop(layer):
                     del self._memory[storage]
+
+
+def _aside(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that runs without the only watch there is; made for each tensor, so cheap."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() != 1:
+            with _disable_current_modes():
+                return call(*args, **kwargs)
+        mode = _pop_mode()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _push_mode(mode)
+
+    return run
 
 
 def _unwatched(call: Callable[..., Any]) -> Callable[..., Any]:
