@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -59,14 +60,24 @@ class Crew:
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the result of `work(rank, *args)` on every rank, or Died; raise its error."""
+        self.start(work, *args)
+        return self.results(range(len(self._ends)))
+
+    def start(self, work: Callable[..., Any], *args: Any) -> None:
+        """Run `work(rank, *args)` on every rank; `results` has what comes of it."""
         for end in self._ends:
             end.send((work, args))
-        outcomes = [self._outcome(rank) for rank in range(len(self._ends))]
-        failed = [
-            f"rank {rank} raised:\n{r}" for rank, (done, r) in enumerate(outcomes) if not done
-        ]
+
+    def results(self, ranks: Iterable[int]) -> list[Any]:
+        """Return the results of these ranks, or Died; raise their error."""
+        outcomes = {rank: self._outcome(rank) for rank in ranks}
+        failed = [f"rank {rank} raised:\n{r}" for rank, (done, r) in outcomes.items() if not done]
         assert not failed, "\n".join(failed)
-        return [result for _, result in outcomes]
+        return [result for _, result in outcomes.values()]
+
+    def wake(self, rank: int) -> None:
+        """Continue a rank that stopped itself."""
+        os.kill(self._processes[rank].pid, signal.SIGCONT)
 
     def lose(self, rank: int) -> None:
         """Continue without a rank that has died."""

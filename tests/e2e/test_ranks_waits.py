@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -110,3 +113,75 @@ def test_of_two_ranks_that_raise_and_one_that_waits(ranks: Crew) -> None:
             "rank 1: KeyError: 'one' (rank 2 too; rank 0 then waited in a collective of the source)"
         )
         assert again[:2] == ("", "")
+
+
+TIMEOUT_S = 6.0
+"""`timeout_s` where ranks are stopped or slow; a wait for a slow one may take 246 s."""
+
+
+class Standing:
+    """A callable of plain tensors, whose rank stands still at one of them."""
+
+    def __init__(self) -> None:
+        self.halt: Callable[[], None] = lambda: None
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(6):
+            if i == 3:
+                self.halt()
+            yield f"layers.{i // 2}.w{i}", torch.ones(4)
+
+
+def stop_itself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_long() -> None:
+    time.sleep(2.5 * TIMEOUT_S)
+
+
+def hold_the_interpreter() -> None:
+    """As an extension module does that does not release the interpreter's lock."""
+    ctypes.PyDLL(None).usleep(int(TIMEOUT_S / 3 * 1e6))
+
+
+def stand_still(rank: int, at: int, when: str, how: Callable[[], None]) -> tuple[Seen, str, float]:
+    """Return how an update ends in which rank `at` stands still, and how `close` does."""
+    source = Standing()
+    receiver = ws.WeightReceiver(Model())
+    sender = ws.connect(source, to=receiver.handle, timeout_s=TIMEOUT_S)
+    sender.send_weights()
+    if rank == at and when == "before":
+        how()
+    elif rank == at:
+        source.halt = how
+    found = seen(sender.send_weights)
+    closed = seen(sender.close)
+    return found, closed[1], closed[3]
+
+
+@pytest.mark.parametrize(("stopped", "when"), [(1, "within"), (0, "within"), (2, "before")])
+def test_a_rank_that_is_stopped_is_noticed(stopped: int, when: str) -> None:
+    """It is named on the others, which can close; it notices when it goes on."""
+    with crew(SIZE) as made:
+        made.start(stand_still, stopped, when, stop_itself)
+        others = [rank for rank in range(SIZE) if rank != stopped]
+        for (kind, text, _, _), closed, took_s in made.results(others):
+            assert kind == "TransferTimeout", text
+            wanted = f"rank {stopped} of 3 did not answer the trainer's other ranks within 6 s"
+            assert text.startswith(wanted)
+            assert closed == ""
+            assert took_s < 5 * TIMEOUT_S
+        made.wake(stopped)
+        ((kind, text, _, _), closed, _) = made.results([stopped])[0]
+        assert kind in {"TransferTimeout", "TransferError"}
+        assert "did not answer the trainer's other ranks" in text
+        assert closed == ""
+
+
+@pytest.mark.parametrize("how", [sleep_long, hold_the_interpreter])
+def test_a_rank_that_is_slow_is_waited_for(ranks: Crew, how: Callable[[], None]) -> None:
+    for slow in (0, 1):
+        for found, closed, _ in ranks.run(stand_still, slow, "within", how):
+            assert found[:2] == ("", "")
+            assert closed == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.interpreter_exit import TorchCalls, never_destroy
+from weightsync.ranks.watch import RankWatch, WatchOutcome
 from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, from_problem, to_problem
 
@@ -42,6 +44,10 @@ _POLL_S = 0.005
 _MAX_POLL_S = 0.1
 _CANCEL_POLL_S = 0.2
 _LOST = "lost"
+_DIED = "died"
+_STOPPED = "stopped"
+_NOTES = "notes"
+_STORE = "the process that holds the trainer's store (rank 0, or torchrun's agent)"
 _WAIT_SLICE = timedelta(seconds=0.2)
 _KEPT_WORKS = 4
 """Collectives whose objects are kept after their end.
@@ -138,9 +144,9 @@ class RankComm:
     rank (`names`). `store` is for short notes, None where there is one rank. `process_group` is the
     trainer's, None for the default one. `calls` are those in progress.
 
-    Different calls on the ranks raise ProtocolError on all of them. If a rank dies, or does not
-    call within the group's timeout, all others raise a TransferError that names it. The group is
-    then broken: every further call raises TransferError.
+    Different calls on the ranks raise ProtocolError on all of them. If a rank dies, is stopped for
+    `watch.limit_s`, or does not call within the group's timeout, all others raise a TransferError
+    that names it. The group is then broken: every further call raises TransferError.
     """
 
     def __init__(
@@ -151,6 +157,7 @@ class RankComm:
         rank: int,
         names: Sequence[int],
         timeout_s: float,
+        watch: RankWatch,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
@@ -158,11 +165,14 @@ class RankComm:
         self.size = len(names)
         self.names = tuple(names)
         self.timeout_s = timeout_s
-        self.store: Store | None = PrefixStore("notes", rendezvous.store)
+        self.store: Store | None = PrefixStore(_NOTES, rendezvous.store)
         self._group = group
+        self._watch: RankWatch | None = watch
+        weakref.finalize(self, watch.close)
         self._works: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
         self._rendezvous = rendezvous
         self._broken: str | None = None
+        self._broken_as: type[TransferError] = TransferError
         self._order = 0
         self._calls_made = 0
         self.calls = TorchCalls()
@@ -246,13 +256,17 @@ class RankComm:
                 self._rendezvous.report_alive()
 
     def is_losing(self) -> bool:
-        """Whether a rank has noticed the loss of another rank."""
-        with suppress(RuntimeError):
-            return self.store is not None and self.store.check([_LOST])
-        return False
+        """Whether a rank has noticed the loss of another rank; as of some moments ago."""
+        return self._watch is not None and self._watch.is_losing
+
+    def is_noted(self, note: str) -> bool:
+        """Whether a rank has set the key `note` of `store`; as of some moments ago."""
+        return self._watch is not None and self._watch.is_set(f"{_NOTES}/{note}")
 
     def close(self) -> None:
         """Leave the group; not collective, may be called twice."""
+        if self._watch is not None:
+            self._watch.close()
         self._works.clear()  # they hold the group's sockets
         self._group = None
 
@@ -341,11 +355,17 @@ class RankComm:
         self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
         if self._broken is not None:
-            raise TransferError(f"{self._broken}; connect again")
+            raise self._broken_as(f"{self._broken}; connect again")
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
-        failure = self._outcome(self._kept(start(self._group)), look)
+        try:
+            failure = self._outcome(self._kept(start(self._group)), look)
+        finally:
+            if self._watch is not None:
+                self._watch.end_wait()
+        if isinstance(failure, WatchOutcome):
+            self._give_up(failure)
         if failure is not None:
             self._lose(failure, time.monotonic() - began)
 
@@ -355,11 +375,11 @@ class RankComm:
 
     def _outcome(
         self, work: dist.Work, look: Callable[[], None] | None = None
-    ) -> RuntimeError | None:
+    ) -> RuntimeError | WatchOutcome | None:
         """Wait for a collective in slices, so that Ctrl-C interrupts; return its error or None.
 
         Without the traceback, whose frames would keep the group's sockets open and the others
-        waiting.
+        waiting. Or return why the collective will not end.
         """
         while True:
             completed = work.is_completed()
@@ -371,6 +391,11 @@ class RankComm:
                 self._check_exit()
                 if look is not None:
                     look()
+                if self._watch is not None:
+                    self._watch.begin_wait()
+                    outcome = self._watch.poll()
+                    if outcome is not None:
+                        return outcome
             else:
                 return None
 
@@ -381,12 +406,46 @@ class RankComm:
             never_destroy(self._group)  # it would wait for the other ranks
             raise
 
+    def _give_up(self, outcome: WatchOutcome) -> NoReturn:
+        """Leave the group while a collective waits in it, for a rank that does not answer."""
+        never_destroy(self._group)  # it would wait for that rank
+        limit_s = self._watch.limit_s if self._watch is not None else 0.0
+        self.close()
+        stopped = True
+        if outcome.store_is_silent:
+            self.store = None  # no call to it returns
+            lost = _STORE
+        elif outcome.silent:
+            lost = f"{name_ranks(self.names[rank] for rank in outcome.silent)} of {self.size}"
+            self._note_loss(_STOPPED)
+        else:
+            stopped = self._note_loss(_STOPPED) == _STOPPED
+            lost = name_lost_ranks(self._rendezvous, self.names)
+        self._broken = f"{lost} did not answer the trainer's other ranks"
+        if not stopped:
+            raise TransferError(f"{self._broken}; restart what died, and connect again")
+        self._broken += f" within {limit_s:g} s"
+        self._broken_as = TransferTimeout
+        raise TransferTimeout(
+            f"{self._broken}, so its process is stopped, or its host cannot be reached; restart "
+            "it, and connect again"
+        )
+
+    def _note_loss(self, how: str) -> str:
+        """Note in the store that a rank is lost, and that this one lives; return how it was lost.
+
+        That is what the first rank noted, if one has.
+        """
+        with suppress(RuntimeError):
+            self._rendezvous.report_alive()
+            if self.store is not None:
+                return self.store.compare_set(_LOST, "", how).decode()
+        return how
+
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
         """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
         self.close()
-        with suppress(RuntimeError):
-            if self.store is not None:
-                self.store.set(_LOST, "1")
+        self._note_loss(_DIED)
         lost = name_lost_ranks(self._rendezvous, self.names)
         late = waited_s >= self.timeout_s * 0.9
         error = TransferTimeout if late else TransferError
@@ -403,7 +462,7 @@ class SingleRank(RankComm):
         self.size = 1
         self.names = (0,)
         self.timeout_s = 0.0
-        self.store = self.process_group = self._group = self._broken = None
+        self.store = self.process_group = self._group = self._broken = self._watch = None
         self._works = deque()
         self.calls = TorchCalls()
 
@@ -443,7 +502,7 @@ def name_lost_ranks(rendezvous: StoreRendezvous, names: Sequence[int]) -> str:
     try:
         missing = rendezvous.missing_survivors(NAMING_TIMEOUT_S)
     except RuntimeError:
-        return "the process that holds the trainer's store (rank 0, or torchrun's agent)"
+        return _STORE
     if not missing:
         return "a rank (all of them are still alive, so check the network between them)"
     return f"{name_ranks(names[rank] for rank in missing)} of {len(names)}"
@@ -569,7 +628,6 @@ class CancelFlag:
 
     def __init__(self, ranks: RankComm) -> None:
         self._ranks = ranks
-        self._store = ranks.store
         self._step = 0
         self._looked = 0.0
 
@@ -580,20 +638,18 @@ class CancelFlag:
 
     def set(self) -> None:
         """Set the flag: this rank leaves the step."""
-        if self._store is not None:
+        store = self._ranks.store
+        if store is not None:
             with suppress(RuntimeError):
-                self._store.set(self._key, "1")
+                store.set(self._key, "1")
 
     def look(self) -> None:
         """Raise Cancellation when a rank has left the step, or is lost."""
         now = time.monotonic()
-        if self._store is None or now - self._looked < _CANCEL_POLL_S:
+        if now - self._looked < _CANCEL_POLL_S:
             return
         self._looked = now
-        cancelled = self._ranks.is_losing()
-        with suppress(RuntimeError):
-            cancelled = cancelled or self._store.check([self._key])
-        if cancelled:
+        if self._ranks.is_losing() or self._ranks.is_noted(self._key):
             raise Cancellation
 
     @property
@@ -612,8 +668,9 @@ def join_ranks(
 
     None means the default group where it has more than one rank, otherwise `alone()`. `timeout_s`
     bounds every later wait for another rank, so it has to cover the longest time that rank 0 may
-    wait for receivers. Raises TransferTimeout that names the ranks that did not make the user's
-    `call` within the shorter of the two times, and ConfigError outside of `process_group`.
+    wait for receivers; a rank that is stopped is noticed after `join_timeout_s`. Raises
+    TransferTimeout that names the ranks that did not make the user's `call` within the shorter of
+    the two times, and ConfigError outside of `process_group`.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return alone()
@@ -629,14 +686,23 @@ def join_ranks(
         _compare_timeouts(process_group, join_timeout_s)
     bound_s = min(join_timeout_s, timeout_s)
     rendezvous = _rendezvous_at_store(names, rank, bound_s, call)
+    watch = RankWatch(
+        rendezvous.store,
+        rank=rank,
+        size=len(names),
+        lost=f"{_NOTES}/{_LOST}",
+        timeout_s=join_timeout_s,
+    )
     group = _make_group(rendezvous, rank, names, bound_s)
     group.set_timeout(timedelta(seconds=timeout_s))
+    watch.start()
     return RankComm(
         group,
         rendezvous,
         rank=rank,
         names=names,
         timeout_s=timeout_s,
+        watch=watch,
         process_group=process_group,
     )
 
