@@ -36,6 +36,12 @@ from weightsync.weights import arena
 from weightsync.weights.checksums import to_hex
 from weightsync.weights.copy_plan import Memory, Share
 from weightsync.weights.fingerprint import mix64, part_of
+from weightsync.weights.frozen import (
+    check_frozen,
+    check_scripted,
+    is_freezing,
+    warn_of_freezing,
+)
 from weightsync.weights.fused import PairCopies
 from weightsync.weights.layout import StreamLayout, aligned
 from weightsync.weights.lines import LineMemory, Marks, new_marks
@@ -278,6 +284,9 @@ class ModuleSink(WeightSink):
     verification: Verification = "held"
 
     def __init__(self, module: nn.Module, *, cast: bool = False, swap: Swap = "auto") -> None:
+        check_scripted(module)
+        check_frozen(module)
+        warn_of_freezing(module)
         self.module = module
         self.casts = cast
         self._found = ModuleTensors(module)
@@ -360,8 +369,11 @@ class ModuleSink(WeightSink):
         """Inspect the tensors where any of them is not the one of `before`, or has moved."""
         replaced = replaced or not all(map(operator.is_, before, self._held))
         if self._chooses and self.swap == "pointer" and self._choose_swap() == "copy":
+            check_frozen(self.module)
             self.swap = "copy"
             replaced = True
+        elif is_freezing():
+            check_frozen(self.module)
         if replaced or [t.data_ptr() for t in self._held] != self._addresses:
             known = zip(before, self._addresses, strict=True)
             alone = {id(t): address for t, address in known if self.is_alone(t)}

@@ -18,6 +18,7 @@ from weightsync.errors import ConfigError, ManifestMismatchError, TransferError,
 from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
+from weightsync.weights.frozen import check_scripted
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.shards import (
     find_fsdp,
@@ -278,6 +279,7 @@ class ModuleSource:
         dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
+        check_scripted(module)
         self.module = module
         self._dtype = as_dtype("dtype", dtype)
         self._fsdp = find_fsdp(module)
