@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import os
 import sys
+import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -70,6 +74,9 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of parameter names that DDP, torch.compile and activation checkpointing insert."""
 
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
+P = ParamSpec("P")
+S = TypeVar("S", bound="ModuleSink")
+T = TypeVar("T")
 
 Rename = Callable[[str], str] | Mapping[str, str]
 """Maps a tensor's name to the name it is sent by; a mapping may lack names."""
@@ -269,6 +276,20 @@ class Destinations:
         return Memory(tensors, flat=True, shares=self.shares)
 
 
+def _locked(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """Run a method of a sink with its lock."""
+
+    @functools.wraps(method)
+    def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.lock:
+            result = method(self, *args, **kwargs)
+        return result  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
+
+    return run
+
+
 class ModuleSink(WeightSink):
     """The sink of a module: its parameters and persistent buffers.
 
@@ -277,6 +298,9 @@ class ModuleSink(WeightSink):
     `copy` copies them over, so that no address changes. `auto` means `copy` on GPUs, because
     captured graphs keep addresses, and for compiled modules, also those compiled later; else
     `pointer`.
+
+    Thread-safe: `lock` guards what is known of the module's tensors, and their pointers while they
+    are set. It is not held while tensors are read.
 
     Raises ConfigError for a module with DTensors; ShardedModuleSink takes those.
     """
@@ -287,6 +311,7 @@ class ModuleSink(WeightSink):
         check_scripted(module)
         check_frozen(module)
         warn_of_freezing(module)
+        self.lock = threading.RLock()
         self.module = module
         self.casts = cast
         self._found = ModuleTensors(module)
@@ -300,6 +325,8 @@ class ModuleSink(WeightSink):
         self._generation = 0
         self.settled()
         self._alone = self._find_alone({})
+        with _fork:
+            _sinks.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -307,6 +334,7 @@ class ModuleSink(WeightSink):
         return next((t.device for t in self._held), torch.device("cpu"))
 
     @property
+    @_locked
     def ties(self) -> Mapping[str, str]:
         """The tied names that were found, and those that transformers declares.
 
@@ -329,6 +357,7 @@ class ModuleSink(WeightSink):
         return self._generation
 
     @property
+    @_locked
     def tensors(self) -> list[torch.Tensor]:
         """The module's tensors in the manifest's order: of DTensors, the local tensors."""
         self.refresh()
@@ -339,10 +368,13 @@ class ModuleSink(WeightSink):
 
         None where a tensor has no count. Unless it `looks`, of the tensors of the last `refresh`.
         """
-        tensors = self.tensors if looks else self._held
-        tied = (local_of(other) for others in self._found.tied.values() for other in others)
-        return write_counts([*tensors, *tied])
+        with self.lock:
+            tensors = self.tensors if looks else self._held
+            tied = (local_of(other) for others in self._found.tied.values() for other in others)
+            counted = [*tensors, *tied]
+        return write_counts(counted)
 
+    @_locked
     def refresh(self) -> int:
         """Detect tensors that other code replaced, moved, cast or offloaded.
 
@@ -382,6 +414,7 @@ class ModuleSink(WeightSink):
             self._alone = self._find_alone(alone)
             self.settled()
 
+    @_locked
     def settled(self) -> None:
         """Record the tensors' addresses, so that `refresh` sees when other code moves them."""
         self._addresses = [tensor.data_ptr() for tensor in self._held]
@@ -394,6 +427,7 @@ class ModuleSink(WeightSink):
         """
         return id(tensor) in self._alone
 
+    @_locked
     def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Return arenas for staged weights, or the module's own memory (`in_place`).
 
@@ -413,6 +447,7 @@ class ModuleSink(WeightSink):
             return _PointerTarget(self, generation, layout, destinations)
         return _CopyTarget(self, generation, layout, destinations)
 
+    @_locked
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of one arena, and of the tensors that cannot be pointed at it."""
         destinations = self.destinations(layout)
@@ -429,6 +464,7 @@ class ModuleSink(WeightSink):
         """Whether the tensor may be pointed at other memory that holds the bytes of `spec`."""
         return _takes_bytes(tensor, spec, self.device) and self.is_alone(tensor)
 
+    @_locked
     def destinations(self, layout: StreamLayout) -> Destinations:
         """Return the destinations of the tensors of `layout`."""
         groups = self.targets(layout.manifest)
@@ -436,6 +472,7 @@ class ModuleSink(WeightSink):
             [Destination(*pair) for pair in zip(layout.manifest.specs, groups, strict=True)]
         )
 
+    @_locked
     def targets(self, offered: Manifest) -> list[list[torch.Tensor]]:
         """Return for each offered tensor the module's tensors that receive it.
 
@@ -472,12 +509,21 @@ class ModuleSink(WeightSink):
 
         Raises ConfigError for names that the module does not have.
         """
-        index = self._described.index
+        held = self._tensors_of(names)
+        known: dict[int, str] = {}
+        for tensor in held.values():
+            if id(tensor) not in known:
+                known[id(tensor)] = to_hex(mix64(contiguous_bytes(tensor)))
+        return {name: known[id(tensor)] for name, tensor in held.items()}
+
+    @_locked
+    def _tensors_of(self, names: Iterable[str] | None) -> dict[str, torch.Tensor]:
+        """Return the tensors in use by name, aliases included; see `checksums`."""
+        tensors, index = self.tensors, self._described.index
         wanted = list(index) if names is None else list(names)
         unknown = [name for name in wanted if name not in index]
         if unknown:
             raise ConfigError(f"no such tensors here: {', '.join(unknown[:10])}")
-        tensors = self.tensors
         freed = [name for name in wanted if lacks_memory(tensors[index[name]])]
         if freed:
             raise ManifestMismatchError(
@@ -485,12 +531,7 @@ class ModuleSink(WeightSink):
                 f"{shorten(freed)}; bring them back",
                 mismatched=freed,
             )
-        known: dict[int, str] = {}
-        for name in wanted:
-            i = index[name]
-            if i not in known:
-                known[i] = to_hex(mix64(contiguous_bytes(tensors[i])))
-        return {name: known[index[name]] for name in wanted}
+        return {name: tensors[index[name]] for name in wanted}
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         return zip(self._found.names, self._found.tensors, strict=True)
@@ -713,8 +754,9 @@ class _PointerTarget(_StagedTarget):
         return self._arenas[self._spare].memory
 
     def commit(self) -> None:
-        self._arenas[self._spare].point()
-        self._sink.settled()
+        with self._sink.lock:  # another thread may inspect the module
+            self._arenas[self._spare].point()
+            self._sink.settled()
         self._spare = 1 - self._spare
         self._behind = self.written
         self.note_commit()
@@ -911,6 +953,7 @@ class ShardedModuleSink(ModuleSink):
 
     fetchable = False
 
+    @_locked
     def destinations(self, layout: StreamLayout) -> Destinations:
         """Return a destination for each slice; tied tensors may hold different slices."""
         tensors: list[Destination] = []
@@ -929,10 +972,8 @@ class ShardedModuleSink(ModuleSink):
 
         Raises ConfigError for the others, since a slice has another fingerprint than its tensor.
         """
-        index = self._described.index
-        wanted = list(index) if names is None else list(names)
-        tensors = self.tensors
-        cut = [n for n in wanted if n in index and not self._slice(tensors[index[n]]).is_whole]
+        wanted = None if names is None else list(names)
+        cut = list(self._cut(wanted))
         if cut:
             raise ConfigError(
                 f"{len(cut)} tensors are sharded, and this process holds a slice of each: "
@@ -945,16 +986,21 @@ class ShardedModuleSink(ModuleSink):
         self, names: Iterable[str] | None = None
     ) -> tuple[dict[str, str], dict[str, TensorPart]]:
         """Return mix64 of tensors held in full, and the parts of the others' fingerprints."""
-        index = self._described.index
-        tensors = self.tensors
-        wanted = list(index) if names is None else list(names)
-        parts: dict[str, TensorPart] = {}
-        for name in wanted:
-            held = tensors[index[name]] if name in index else None
-            if held is not None and not self._slice(held).is_whole:
-                flat = contiguous_bytes(held)
-                parts[name] = part_of(name, flat, self._slice(held), held.element_size())
-        return super().checksums([name for name in wanted if name not in parts]), parts
+        with self.lock:
+            held = self._tensors_of(names)
+            cut = self._cut(held)
+        whole = super().checksums([name for name in held if name not in cut])
+        parts = {
+            name: part_of(name, contiguous_bytes(held[name]), part, held[name].element_size())
+            for name, part in cut.items()
+        }
+        return whole, parts
+
+    @_locked
+    def _cut(self, names: Iterable[str] | None) -> dict[str, Slice]:
+        """Return the slices that this process holds of those of `names` that it holds in part."""
+        slices = {name: self._slice(tensor) for name, tensor in self._tensors_of(names).items()}
+        return {name: held for name, held in slices.items() if not held.is_whole}
 
     def _hold(self) -> list[torch.Tensor]:
         return [local_of(tensor) for tensor in self._found.tensors]
@@ -977,3 +1023,26 @@ class ShardedModuleSink(ModuleSink):
         for tensor in group:
             grouped.setdefault(self._slice(tensor), []).append(tensor)
         return grouped
+
+
+_sinks: weakref.WeakSet[ModuleSink] = weakref.WeakSet()
+_fork = threading.RLock()
+"""Taken by a fork, and to add a sink: a fork looks at all of them."""
+_locks: list[threading.RLock] = []
+
+
+def _before_fork() -> None:
+    """Take the locks of all sinks: a child could never take one that another thread holds."""
+    _fork.acquire()
+    for sink in list(_sinks):
+        sink.lock.acquire()
+        _locks.append(sink.lock)
+
+
+def _after_fork() -> None:
+    while _locks:
+        _locks.pop().release()
+    _fork.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
