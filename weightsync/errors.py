@@ -58,6 +58,20 @@ def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:
     return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
+def is_readable(error: BaseException) -> bool:
+    """Whether `str()` of an error works; an error of the user's may have a broken one."""
+    try:
+        str(error)
+    except Exception:  # noqa: BLE001  # it is the user's code
+        return False
+    return True
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of any error, also of one whose `str()` fails."""
+    return str(error) if is_readable(error) else "(an error whose message cannot be made)"
+
+
 def convert_experts(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     """Return advice on the source that converts the offered experts; "" if there is none."""
     wanted, offered = list(missing), list(unexpected)

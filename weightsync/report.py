@@ -6,8 +6,15 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from weightsync.errors import shorten
+
+Apply = Literal["staged", "in_place"]
+"""Whether an update is staged until its commit, or written into the weights in use."""
+Verification = Literal["none", "arrived", "held"]
+"""What was compared in an update; COMPARED says what each level means."""
+Rule = Literal["two-phase", "roll-forward"]
 
 COMPARED: Mapping[str, str] = {
     "none": "nothing was compared",
@@ -76,8 +83,8 @@ class ReceiverReport(_FormerNames):
 
     target: str
     path: str
-    apply: str
-    verified: str
+    apply: Apply
+    verified: Verification
     stall_s: float
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_extra_nbytes: int = 0
@@ -118,8 +125,8 @@ class SyncReport(_FormerNames):
     nbytes: int
     packed: bool
     path: str
-    apply: str
-    verified: str
+    apply: Apply
+    verified: Verification
     stall_s: float
     seconds: Mapping[str, float]
     control_nbytes: int
@@ -131,7 +138,7 @@ class SyncReport(_FormerNames):
     not_finite: tuple[str, ...] = ()
     replicas_differ: tuple[str, ...] = ()
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
-    rule: str = "two-phase"
+    rule: Rule = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
     delta: DeltaReport | None = None
 

@@ -41,6 +41,7 @@ from weightsync.wire.messages import (
     ResetCacheRequest,
     ResumeRequest,
     StartRequest,
+    StateName,
     Status,
     StatusRequest,
     StepReply,
@@ -327,7 +328,14 @@ def test_workers_make_whole_replicas() -> None:
 
 def test_the_least_ready_state_is_the_servers() -> None:
     statuses = {}
-    order = ["READY", "PREPARED", "UPDATING", "CATCHING_UP", "ABORTING", "TORN"]
+    order: list[StateName] = [
+        "READY",
+        "PREPARED",
+        "UPDATING",
+        "CATCHING_UP",
+        "ABORTING",
+        "TORN",
+    ]
     for k, state in enumerate(order):
         statuses[f"workers/{k}"] = Status(
             instance=str(k),

@@ -9,6 +9,7 @@ import pytest
 from tests.transports.contract import REQUESTS, UPDATE
 from weightsync.backends.ipc.payload import RingUpdate
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.report import SyncReport
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -169,6 +170,68 @@ def test_replies_are_checked_too() -> None:
         codec.decode_reply("finish_weight_update", b'{"state":"READY","version":"3"}')
     with pytest.raises(ProtocolError, match="is not valid"):
         codec.reply_from_plain("weight_checker", plain)
+
+
+STEP: dict[str, object] = {"state": "READY", "version": 3, "apply": "staged", "verified": "held"}
+STATUS: dict[str, object] = {
+    "instance": "i",
+    "protocol": 1,
+    "state": "READY",
+    "version": 3,
+    "may_generate": True,
+    "apply": "staged",
+    "verification": "held",
+}
+PART = {"shape": [1], "spans": [[[0, 1]]], "nbytes": 8, "total": "0" * 16, "words": 1}
+REPORT = json.loads(
+    SyncReport(
+        version=1,
+        label=None,
+        update_id="u",
+        tensors=1,
+        nbytes=1,
+        packed=True,
+        path="tcp",
+        apply="staged",
+        verified="held",
+        stall_s=0.0,
+        seconds={"total": 1.0},
+        control_nbytes=1,
+        control_messages=2,
+        peak_extra_nbytes=0,
+    ).to_json()
+)
+del REPORT["gbps"]
+
+
+@pytest.mark.parametrize(
+    ("call", "reply", "change", "path"),
+    [
+        ("update_weights", STEP, {"verified": "sampled"}, "verified"),
+        ("update_weights", STEP, {"state": "ready"}, "state"),
+        ("finish_weight_update", STEP, {"state": ""}, "state"),
+        ("finish_weight_update", STEP, {"apply": "swapped"}, "apply"),
+        ("weight_info", STATUS, {"state": "IDLE"}, "state"),
+        ("weight_info", STATUS, {"apply": "auto"}, "apply"),
+        ("weight_info", STATUS, {"verification": "hashed"}, "verification"),
+        ("weight_info", STATUS, {"delta_forms": ["rows"]}, "delta_forms"),
+        ("weight_checker", {"version": 1}, {"parts": {"a": {**PART, "total": "1"}}}, "total"),
+        ("weight_checker", {"version": 1}, {"parts": {"a": {**PART, "pieces": {0: "f"}}}}, "piec"),
+        ("fetch_weights", {}, {"report": {**REPORT, "verified": "sampled"}}, "verified"),
+        ("fetch_weights", {}, {"report": {**REPORT, "apply": "auto"}}, "apply"),
+        ("fetch_weights", {}, {"report": {**REPORT, "rule": "one-phase"}}, "rule"),
+    ],
+)
+def test_words_of_replies_that_are_not_known_are_refused(
+    call: str, reply: dict[str, object], change: dict[str, object], path: str
+) -> None:
+    for good in ({"report": REPORT},) if call == "fetch_weights" else (reply,):
+        codec.reply_from_plain(call, good)
+    with pytest.raises(ProtocolError, match=path):
+        codec.reply_from_plain(call, {**reply, **change})
+    body = json.dumps({**reply, **change}).encode()
+    with pytest.raises(ProtocolError, match=path):
+        codec.decode_reply(call, body)
 
 
 def test_a_manifest_comes_back_with_its_digest() -> None:

@@ -102,3 +102,24 @@ def test_attributes_that_do_not_belong_are_dropped() -> None:
     arrived = problem.from_problem(document)
     assert isinstance(arrived, StaleVersionError)
     assert (arrived.held, arrived.offered, str(arrived)) == (3, 2, "d")
+
+
+@pytest.mark.parametrize(
+    ("error", "attributes"),
+    [
+        ("VerificationError", {"names": 3}),
+        ("ManifestMismatchError", {"missing": 3, "unexpected": "ab"}),
+        ("StaleVersionError", {"held": "3"}),
+        ("AuthError", {"status": ["403"]}),
+    ],
+)
+def test_attributes_of_another_type_are_dropped(
+    error: str, attributes: dict[str, int | str | list[str]]
+) -> None:
+    document = problem.Problem(
+        title="t", status=409, detail="d", error=error, attributes=attributes
+    )
+    arrived = problem.from_problem(document)
+    assert type(arrived).__name__ == error
+    assert str(arrived) == "d"
+    assert all(getattr(arrived, name) != value for name, value in attributes.items())

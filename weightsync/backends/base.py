@@ -17,12 +17,18 @@ import msgspec
 import torch
 
 from weightsync.cuda.wait import wait_for
-from weightsync.errors import ConfigError, ProtocolError, TransferError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    ProtocolError,
+    TransferError,
+    WeightSyncError,
+    text_of,
+)
 from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes
 from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory, UnitCompiler
 from weightsync.weights.layout import StreamLayout
-from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification
+from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification, users_code
 from weightsync.weights.source import WeightSource
 from weightsync.wire.codec import decode_payload
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
@@ -218,7 +224,8 @@ class LoadContext:
         self.mark_dirty()
         if target.memory is None:
             pairs = zip(layout.manifest.specs, tensors, strict=True)
-            target.load([(spec.name, from_bytes(flat, spec)) for spec, flat in pairs])
+            with users_code("load_weights"):
+                target.load([(spec.name, from_bytes(flat, spec)) for spec, flat in pairs])
         else:
             copy_tensors(layout, target.memory, Memory(tensors), self.check)
 
@@ -595,4 +602,4 @@ def naming(method: str, error: type[WeightSyncError] = TransferError) -> Iterato
     except WeightSyncError:
         raise
     except Exception as exc:
-        raise error(f"{method} failed: {type(exc).__name__}: {exc}") from exc
+        raise error(f"{method} failed: {type(exc).__name__}: {text_of(exc)}") from exc

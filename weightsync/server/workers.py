@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.report import Verification
 from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Forward, Receiver
 from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
@@ -35,6 +36,7 @@ from weightsync.wire.messages import (
     Request,
     StartRequest,
     StartTerms,
+    StateName,
     Status,
     StatusRequest,
     StepReply,
@@ -122,11 +124,11 @@ def merge_steps(replies: Sequence[StepReply]) -> StepReply:
     )
 
 
-def _least_ready(states: Iterable[str]) -> str:
+def _least_ready(states: Iterable[StateName]) -> StateName:
     return min(states, key=lambda state: _LEAST_READY_FIRST.index(State(state)))
 
 
-def _weakest(levels: Iterable[str]) -> str:
+def _weakest(levels: Iterable[Verification]) -> Verification:
     return min(levels, key=_WEAKEST_FIRST.index)
 
 

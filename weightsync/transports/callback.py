@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from weightsync.errors import RemoteError, WeightSyncError
+from weightsync.errors import RemoteError, WeightSyncError, text_of
 from weightsync.transports.base import BaseTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
@@ -34,8 +34,9 @@ class CallbackTransport(BaseTransport):
             raise
         except Exception as exc:
             raise RemoteError(
-                f"{self._target}: {CALL_OF[type(request)]} raised {type(exc).__name__}: {exc}",
+                f"{self._target}: {CALL_OF[type(request)]} raised {type(exc).__name__}: "
+                f"{text_of(exc)}",
                 remote_type=type(exc).__name__,
-                remote_message=str(exc),
+                remote_message=text_of(exc),
             ) from exc
         return codec.reply_from_plain(CALL_OF[type(request)], answer)

@@ -22,6 +22,7 @@ from weightsync.errors import (
     TransportError,
     TransportTimeout,
     WeightSyncError,
+    text_of,
 )
 from weightsync.observe import ObservedCall
 from weightsync.ranks.commands import KeepAlive
@@ -36,6 +37,7 @@ from weightsync.transports.calls import (
     exit_left_s,
     exiting,
 )
+from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
     AbortRequest,
@@ -77,7 +79,13 @@ class Server:
 
 
 _NO_STATUS = Status(
-    instance="", protocol=0, state="", version=0, may_generate=False, apply="", verification=""
+    instance="",
+    protocol=0,
+    state="READY",
+    version=0,
+    may_generate=False,
+    apply="staged",
+    verification="none",
 )
 
 
@@ -523,14 +531,16 @@ def _has_result(future: Future[MemberReply], wait_s: float) -> bool:
 
 def _call(member: Member, message: Request, timeout_s: float) -> MemberReply:
     try:
-        return MemberReply(member, reply=member.transport.call(message, timeout_s=timeout_s))
+        reply = member.transport.call(message, timeout_s=timeout_s)
+        codec.check_reply(CALL_OF[type(message)], reply)
+        return MemberReply(member, reply=reply)
     except WeightSyncError as exc:
         return MemberReply(member, error=add_target(exc, member.target))
     except Exception as exc:  # noqa: BLE001  # a transport of the user's, which may raise anything
         foreign = RemoteError(
-            f"{member.target}: its transport raised {type(exc).__name__}: {exc}",
+            f"{member.target}: its transport raised {type(exc).__name__}: {text_of(exc)}",
             remote_type=type(exc).__name__,
-            remote_message=str(exc),
+            remote_message=text_of(exc),
         )
         foreign.__cause__ = exc
         return MemberReply(member, error=foreign)
@@ -557,8 +567,9 @@ def _silent(
 
 def add_target(error: WeightSyncError, target: str) -> WeightSyncError:
     """Begin an error's message with the receiver's name, unless it does; return the error."""
-    if not str(error).startswith((f"{target}:", f"{target} ")):
-        error.args = (f"{target}: {error}", *error.args[1:])
+    text = text_of(error)
+    if not text.startswith((f"{target}:", f"{target} ")):
+        error.args = (f"{target}: {text}", *error.args[1:])
     return error
 
 

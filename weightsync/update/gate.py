@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weightsync.cuda.wait import Marks
-from weightsync.errors import NotReadyError, TransferError, TransferTimeout
+from weightsync.errors import NotReadyError, TransferError, TransferTimeout, text_of
 from weightsync.transports.calls import waiting_callers
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,8 @@ class ReadWriteGate:
             raise
         except Exception as exc:
             raise TransferError(
-                f"generation could not be stopped: on_hold raised {type(exc).__name__}: {exc}"
+                f"generation could not be stopped: on_hold raised {type(exc).__name__}: "
+                f"{text_of(exc)}"
             ) from exc
 
     def _join(self, scope: _ReadScope, block: object) -> bool:

@@ -34,7 +34,7 @@ from weightsync.ranks.commands import (
     ReadersByRank,
     Transfer,
 )
-from weightsync.report import ReceiverReport, SyncReport
+from weightsync.report import ReceiverReport, Rule, SyncReport
 from weightsync.update.fleet import (
     Fleet,
     Member,
@@ -85,7 +85,7 @@ class UpdateTransaction:
         self, fleet: Fleet, paths: PathSelector, members: Sequence[Member], *, verify: bool
     ) -> None:
         self.update_id = fleet.new_update_id()
-        self.rule = "two-phase"
+        self.rule: Rule = "two-phase"
         self.last_report: SyncReport | None = None
         self.failed: dict[Member, WeightSyncError] = {}
         self.dirty = False

@@ -22,6 +22,7 @@ from weightsync.errors import (
     ProtocolError,
     TransferError,
     UpdateConflictError,
+    text_of,
 )
 from weightsync.interpreter_exit import TorchCalls
 from weightsync.profiling import scope
@@ -41,7 +42,7 @@ from weightsync.weights.checksums import to_hex
 from weightsync.weights.delta import DeltaTarget
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import warm_up
-from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest
+from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest, users_code
 from weightsync.wire.messages import (
     AbortRequest,
     DeltaTerms,
@@ -532,13 +533,15 @@ class ReceiverSession:
             with self.lock:
                 # From here on a failure leaves the sink between two versions.
                 self.lifecycle.dirty = True
-            self.sink.commit_all(incoming.load_targets)
+            with users_code("the commit of the sink"):
+                self.sink.commit_all(incoming.load_targets)
         # The streams of generation do not wait for this thread's; they continue when the gate is
         # released.
         wait_for(self.sink.gpus)
         # Before the commit: new weights with a stale cache are not one complete version.
         if request.clear_cache and self._clear_cache is not None:
-            self._clear_cache()
+            with users_code("on_clear_cache"):
+                self._clear_cache()
         incoming.timed("swap", started)
         with self.lock:
             self.lifecycle.finish(incoming.update_id)
@@ -730,7 +733,7 @@ class ReceiverSession:
         try:
             yield incoming
         except BaseException as exc:
-            logger.warning("update %s failed and is aborted: %s", update_id, exc)
+            logger.warning("update %s failed and is aborted: %s", update_id, text_of(exc))
             self._give_up(incoming)
             raise
 

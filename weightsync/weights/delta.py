@@ -580,6 +580,8 @@ class DeltaTarget(LoadTarget):
     `base_total` is the fingerprint of the base, as the sender knows it.
     """
 
+    users_own = False
+
     def __init__(self, target: LoadTarget, memory: LineMemory, base_total: str) -> None:
         self.in_place = target.in_place
         self.peak_extra_nbytes = target.peak_extra_nbytes

@@ -5,13 +5,36 @@ from __future__ import annotations
 import ctypes
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeltaError,
+    ManifestMismatchError,
+    NotReadyError,
+    PeerLostError,
+    SenderConflictError,
+    SourceLostError,
+    StaleVersionError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    TransportError,
+    UnknownSenderError,
+    UpdateConflictError,
+    WeightSyncError,
+    is_readable,
+    shorten,
+    text_of,
+)
+from weightsync.report import Apply as Apply  # noqa: PLC0414  # its users import it from here
+from weightsync.report import Verification as Verification  # noqa: PLC0414  # as Apply
 from weightsync.specs import Manifest, ManifestDifference, compare, find_widened, rounds
 from weightsync.tensors import from_bytes
 from weightsync.weights import arena
@@ -22,16 +45,44 @@ from weightsync.weights.patches import Patches, RecordingLines, SparseWeightPatc
 from weightsync.weights.shard_lines import lines_of
 from weightsync.wire.messages import TensorPart
 
-Apply = Literal["staged", "in_place"]
-"""Whether an update is staged until its commit, or written into the weights in use."""
-Verification = Literal["none", "arrived", "held"]
-"""What was compared in an update; `weightsync.report.COMPARED` says what each level means."""
 _KEPT_DIFFERENCES = 8
 NamedTensor = tuple[str, torch.Tensor]
 LoadWeights = Callable[[Iterable[NamedTensor]], object]
 """A hook with vLLM's signature: takes `(name, tensor)` pairs, may return the names it loaded."""
 LoadPatches = Callable[[Iterable[SparseWeightPatch]], object]
 """A hook that takes the changed elements of tensors, may return the names it loaded."""
+
+
+_OF_STEPS = (
+    TransportError,
+    NotReadyError,
+    AuthError,
+    StaleVersionError,
+    DeltaError,
+    UnknownSenderError,
+    SenderConflictError,
+    UpdateConflictError,
+    SourceLostError,
+    TransferTimeout,
+    TransferCancelled,
+    PeerLostError,
+)
+"""Errors by which a sender learns what became of a step, or of the connection to a receiver."""
+
+
+@contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """Run code of the user. Errors that a sender would take for those of a step are wrapped.
+
+    A hook that uses weightsync itself, or a network, may raise any of them: they say nothing of
+    this receiver's messages. They become a TransferError, as do those whose `str()` fails.
+    """
+    try:
+        yield
+    except WeightSyncError as exc:
+        if isinstance(exc, _OF_STEPS) or not is_readable(exc):
+            raise TransferError(f"{name} raised {type(exc).__name__}: {text_of(exc)}") from exc
+        raise
 
 
 class LoadTarget(ABC):
@@ -45,6 +96,8 @@ class LoadTarget(ABC):
     whole tensors through `load`. With `in_place` the bytes change weights in use.
     `peak_extra_nbytes` is the memory that the target keeps beside the model.
 
+    `users_own`: `load` runs code of the user, which may write to the tensors that it is given.
+
     A delta writes to the memory of `catch_up`, where `takes_deltas`. `written` then has the lines
     that it wrote, from `begin` to `commit` or `discard`; None means all of them.
     """
@@ -52,6 +105,7 @@ class LoadTarget(ABC):
     memory: Memory | None = None
     in_place: bool = False
     peak_extra_nbytes: int = 0
+    users_own: bool = True
     takes_deltas: bool = False
     written: Marks | None = None
 
@@ -190,11 +244,13 @@ class WeightSink(ABC):
         if self.manifest is None:
             return ManifestDifference()
         known = self.__dict__.setdefault("_differences", {})
-        if offered.digest not in known:
+        found = cast(ManifestDifference | None, known.get(offered.digest))
+        if found is None:
+            found = compare(offered, self.manifest, cast=self.casts)
             if len(known) >= _KEPT_DIFFERENCES:
                 known.clear()
-            known[offered.digest] = compare(offered, self.manifest, cast=self.casts)
-        return cast(ManifestDifference, known[offered.digest])
+            known[offered.digest] = found
+        return found
 
     def widened(self, offered: Manifest) -> list[str] | None:
         """Return the names of offered tensors that this sink keeps in a dtype of more digits.
@@ -403,7 +459,9 @@ class HookSink(WeightSink):
     def call(self, pairs: Sequence[NamedTensor]) -> set[str] | None:
         """Call the hook; return the names that it returns, or None when it returns none."""
         given = [(n, t.clone()) for n, t in pairs] if self.keeps_views else list(pairs)
-        return _loaded_names(self.load_weights(given))
+        with users_code("load_weights"):
+            loaded = self.load_weights(given)
+        return _loaded_names(loaded)
 
 
 def _loaded_names(loaded: object) -> set[str] | None:
@@ -521,7 +579,8 @@ class _StagedHookTarget(ArenaTarget):
         if hook is None or not patches.names:
             return
         try:
-            loaded = _loaded_names(hook(patches))
+            with users_code("load_patches"):
+                loaded = _loaded_names(hook(patches))
         finally:
             patches.end()
         _check_loaded(self._layout.manifest, loaded, patches.names)

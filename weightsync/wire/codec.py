@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
 from weightsync.errors import ProtocolError
+from weightsync.report import Apply, Verification
 from weightsync.specs import Manifest
 from weightsync.wire.messages import (
     CALL_OF,
@@ -21,6 +22,9 @@ from weightsync.wire.messages import (
     Reply,
     Request,
     StartTerms,
+    StateName,
+    Status,
+    StepReply,
     UpdateInfo,
     UpdateRequest,
 )
@@ -97,8 +101,23 @@ def reply_from_plain(call: str, reply: object) -> Reply:
     """Return the reply that `reply_to_plain` encoded. Raises ProtocolError where it is invalid."""
     try:
         return cast(Reply, msgspec.convert(reply, REPLIES[call]))
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, RecursionError) as exc:
         raise ProtocolError(f"the peer's reply to {call} is not valid: {exc}") from exc
+
+
+def check_reply(call: str, reply: object) -> None:
+    """Raise ProtocolError unless a reply that was not decoded here is one to `call`.
+
+    A transport of the user's own may have made it.
+    """
+    if not isinstance(reply, REPLIES[call]):
+        raise ProtocolError(f"the peer's reply to {call} is a {type(reply).__name__}")
+    for name, words in _WORDS.get(type(reply), ()):
+        if getattr(reply, name) not in words:
+            raise ProtocolError(
+                f"the peer's reply to {call} is not valid: {name} is {getattr(reply, name)!r:.80}, "
+                f"not one of {', '.join(words)}"
+            )
 
 
 def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
@@ -148,6 +167,20 @@ def parse_update_info(data: object) -> UpdateInfo:
 def _is_empty(data: object) -> bool:
     return data is None or data == {}
 
+
+_WORDS: dict[type[Message], Sequence[tuple[str, Sequence[str]]]] = {
+    StepReply: (
+        ("state", get_args(StateName)),
+        ("apply", get_args(Apply)),
+        ("verified", get_args(Verification)),
+    ),
+    Status: (
+        ("state", get_args(StateName)),
+        ("apply", get_args(Apply)),
+        ("verification", get_args(Verification)),
+    ),
+}
+"""The fields of replies on which a sender decides, with the words that they may hold."""
 
 _ENVELOPES: dict[type[Message], type[msgspec.Struct]] = {
     InitRequest: _InitEnvelope,

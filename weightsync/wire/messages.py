@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from weightsync.errors import ConfigError
-from weightsync.report import SyncReport
+from weightsync.report import Apply, SyncReport, Verification
 from weightsync.wire.offers import (
     BackendName,
     InitInfo,
@@ -97,6 +97,7 @@ class StartRequest(StartTerms, frozen=True, kw_only=True):
 
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
 """A 64-bit fingerprint in hex digits."""
+HexBytes = Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*$")]
 
 
 class DeltaTerms(Message, frozen=True, kw_only=True):
@@ -368,6 +369,8 @@ class SharedMemoryUsage(Message, frozen=True, kw_only=True):
 
 
 DeltaForm = Literal["lines", "shards", "values"]
+StateName = Literal["READY", "CATCHING_UP", "UPDATING", "PREPARED", "ABORTING", "TORN"]
+"""The states of a receiver; see weightsync.update.lifecycle."""
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -387,11 +390,11 @@ class Status(Message, frozen=True, kw_only=True):
 
     instance: str
     protocol: int
-    state: str
+    state: StateName
     version: int
     may_generate: bool
-    apply: str
-    verification: str
+    apply: Apply
+    verification: Verification
     label: str | None = None
     update_id: str | None = None
     last_finished: str | None = None
@@ -435,11 +438,11 @@ class StepReply(Message, frozen=True, kw_only=True):
     written, and verified.
     """
 
-    state: str
+    state: StateName
     version: int
     update_id: str | None = None
-    apply: str = ""
-    verified: str = "none"
+    apply: Apply = "staged"
+    verified: Verification = "none"
     nbytes: int = 0
     stall_s: Seconds = 0.0
     peak_extra_nbytes: int = 0
@@ -460,9 +463,9 @@ class TensorPart(Message, frozen=True, kw_only=True):
     shape: list[int]
     spans: list[list[tuple[int, int]]]
     nbytes: int
-    total: str
+    total: Fingerprint
     words: int
-    pieces: dict[int, str] = {}
+    pieces: dict[int, HexBytes] = {}
 
 
 class CheckReply(Message, frozen=True, kw_only=True):
@@ -505,8 +508,8 @@ class UpdateRecord(Message, frozen=True, kw_only=True):
     duration_s: Seconds
     nbytes: int
     stall_s: Seconds
-    apply: str
-    verified: str
+    apply: Apply
+    verified: Verification
     label: str | None = None
     seconds: dict[str, Seconds] = {}
     delta: bool = False

@@ -19,6 +19,7 @@ from weightsync.errors import (
     TransferTimeout,
     UpdateConflictError,
     WeightSyncError,
+    text_of,
 )
 from weightsync.wire.struct_types import prepare
 
@@ -42,6 +43,13 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "AuthError": ("status",),
     "RemoteError": ("remote_type", "remote_message"),
 }
+
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("missing", "unexpected", "mismatched", "names"), list),
+    **dict.fromkeys(("held", "offered", "status"), int),
+    **dict.fromkeys(("owner", "since", "state", "update_id", "remote_type", "remote_message"), str),
+}
+"""The types of all attributes; a value of another type is dropped."""
 
 _STATUS: tuple[tuple[type[WeightSyncError], int], ...] = (
     (NotReadyError, 503),
@@ -75,7 +83,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def to_problem(exc: BaseException) -> Problem:
     """Describe an error for the other side. A foreign error keeps its type's name and message."""
     if not isinstance(exc, WeightSyncError):
-        remote = RemoteError(remote_type=type(exc).__name__, remote_message=str(exc))
+        remote = RemoteError(remote_type=type(exc).__name__, remote_message=text_of(exc))
         return _describe(remote, status=500)
     return _describe(exc, status=status_of(exc))
 
@@ -139,7 +147,9 @@ def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
     """Return the error that a problem document describes, attributes included."""
     kind = _CLASSES.get(problem.error, RemoteError)
     allowed = _ATTRIBUTES.get(kind.__name__, ())
-    attributes: dict[str, Any] = {k: v for k, v in problem.attributes.items() if k in allowed}
+    attributes: dict[str, Any] = {
+        k: v for k, v in problem.attributes.items() if k in allowed and isinstance(v, _TYPES[k])
+    }
     detail = f"{peer}: {problem.detail}" if peer else problem.detail
     return kind(detail, **attributes)
 
@@ -148,7 +158,9 @@ def _describe(exc: WeightSyncError, *, status: int) -> Problem:
     """Return the problem document of an error, under its nearest public class."""
     name = next(kind.__name__ for kind in type(exc).__mro__ if _CLASSES.get(kind.__name__) is kind)
     attributes = {key: _plain(getattr(exc, key)) for key in _ATTRIBUTES.get(name, ())}
-    return Problem(title=name, status=status, detail=str(exc), error=name, attributes=attributes)
+    return Problem(
+        title=name, status=status, detail=text_of(exc), error=name, attributes=attributes
+    )
 
 
 def _plain(value: Any) -> int | str | list[str]:

@@ -6,7 +6,7 @@ import operator
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,14 @@ from weightsync.weights.fused import FusedUnit, bucket_reader, fuse, hashers
 from weightsync.weights.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
 from weightsync.weights.lines import LINE, LineMemory, total_of
 from weightsync.weights.packer import bucket_views
-from weightsync.weights.sink import LoadTarget, Verification, own_storage, refuse_kept, uses
+from weightsync.weights.sink import (
+    LoadTarget,
+    Verification,
+    own_storage,
+    refuse_kept,
+    users_code,
+    uses,
+)
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
 
@@ -139,12 +146,13 @@ class HookFeeder:
         if not passed:
             return
         counts = [uses(base) for _, base in passed]
-        self._load_target.load(
-            [
-                (name, from_bytes(base, specs[i]))
-                for i, (name, base) in zip(indices, passed, strict=True)
-            ]
-        )
+        pairs = [
+            (name, from_bytes(base, specs[i]))
+            for i, (name, base) in zip(indices, passed, strict=True)
+        ]
+        with users_code("load_weights") if self._load_target.users_own else nullcontext():
+            self._load_target.load(pairs)
+        del pairs
         if self._checks_views:
             refuse_kept(passed, counts, self._kept_advice)
 
