@@ -69,6 +69,8 @@ _REPLY_S = 0.005
 """Seconds in which the reply to `finish` leaves this process, before memory is prepared."""
 _WATCH_S = 1.0
 """Seconds between two checks of a sender whose update blocks readers between its messages."""
+_CLOSE_S = 10.0
+"""The longest time that `close` waits for a running step, whose end closes the engines then."""
 
 
 class ReceiverSession:
@@ -117,6 +119,8 @@ class ReceiverSession:
         self._abort_reason = ""
         self._step_ended = threading.Condition(self.lock)
         self._step: str | None = None
+        self._step_thread = 0
+        self._closes_late = False
         self._calls = TorchCalls()
         self._timer = ProgressTimer(self._check_progress, self.lock)
         self._beat: int | None = None
@@ -152,6 +156,11 @@ class ReceiverSession:
         return update  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
 
     @property
+    def _inside_step(self) -> bool:
+        """Whether this thread runs the step: a hook calls its own receiver, which cannot wait."""
+        return self._step is not None and self._step_thread == threading.get_ident()
+
+    @property
     def _sender(self) -> str | None:
         """The sender of the open update."""
         incoming = self._incoming
@@ -169,7 +178,7 @@ class ReceiverSession:
         """See WeightReceiver.reading."""
         if self.lifecycle.required_version:
             self.close_dead_senders()  # a receiver does not catch up with a dead sender's fleet
-        with self.gate.reading(timeout_s):
+        with self.gate.reading(0.0 if self.gate.held and self._inside_step else timeout_s):
             yield self.lifecycle.version
 
     def discarded(self) -> None:
@@ -312,8 +321,18 @@ class ReceiverSession:
                 update_id = self._id_of(None, "abort_weight_update")
         return self._reply() if update_id is None else self._abort(update_id, request.reason)
 
-    def _abort(self, update_id: str | None, reason: str, *, only: State | None = None) -> StepReply:
-        """Abort an update, None: the open one, whichever it is; with `only`, in that state only."""
+    def _abort(
+        self,
+        update_id: str | None,
+        reason: str,
+        *,
+        only: State | None = None,
+        wait_s: float | None = None,
+    ) -> StepReply:
+        """Abort an update, None: the open one, whichever it is; with `only`, in that state only.
+
+        Waits for its loader for `wait_s`, None: `lease_s`.
+        """
         with self.lock:
             if only is not None and self.lifecycle.state is not only:
                 return self._reply()
@@ -326,15 +345,15 @@ class ReceiverSession:
                 return self._reply()
             if not (incoming.committing and update_id in (None, holder)):
                 self._begin_abort(update_id or holder, reason or "its sender aborted it")
-        return self._end_abort(incoming)
+        return self._end_abort(incoming, self._lease_s if wait_s is None else wait_s)
 
     def _begin_abort(self, update_id: str, reason: str) -> None:
         self.lifecycle.begin_abort(update_id)
         self._abort_reason = reason
 
-    def _end_abort(self, incoming: IncomingUpdate) -> StepReply:
+    def _end_abort(self, incoming: IncomingUpdate, wait_s: float) -> StepReply:
         """Wait for the loader of an update, and end its abort if that began."""
-        with self._turn(self._lease_s) as ours:
+        with self._turn(wait_s) as ours:
             if ours and self.lifecycle.state is State.ABORTING:
                 self._give_up(incoming)
         if not ours:
@@ -346,17 +365,31 @@ class ReceiverSession:
     def close(self, *, for_good: bool) -> None:
         """Abort the open update, wait for its loader, and close every engine.
 
-        If the loader does not stop in time, the memory that it reads stays mapped: to unmap it
+        Waits for at most `lease_s`, and no longer than _CLOSE_S; inside a hook not at all. Where
+        the loader still runs then, its end closes the engines: to unmap the memory that it reads
         would crash the process. `for_good`: no sender may connect, and no update start, again.
         """
         self._closed |= for_good
-        self._abort(None, "the receiver is closed")
-        with self._turn(self._lease_s) as ours:
-            if ours:
-                self.senders.close(None)
-            else:
-                logger.warning("a loader is still running; the memory that it reads stays mapped")
+        deadline = time.monotonic() + min(self._lease_s, _CLOSE_S)
+        self._abort(None, "the receiver is closed", wait_s=min(self._lease_s, _CLOSE_S))
+        while True:
+            with self._turn(max(0.0, deadline - time.monotonic())) as ours:
+                if ours:
+                    self._close_all()
+            with self.lock:
+                self._closes_late = not ours and self._step is not None
+            if ours or self._closes_late:
+                break
+        if not ours:
+            logger.warning("a loader is still running; its end closes the memory that it reads")
         self._timer.close()
+
+    def _close_all(self) -> None:
+        """End the abort of `close`, and close every engine. Called in a step, or at its end."""
+        incoming = self._incoming
+        if incoming is not None and self.lifecycle.state is State.ABORTING:
+            self._give_up(incoming)
+        self.senders.close(None)
 
     def check_open(self) -> None:
         """Raise ProtocolError after `close` for good."""
@@ -682,14 +715,34 @@ class ReceiverSession:
         ours = False
         try:
             with self.lock:
+                wait_s = 0.0 if self._inside_step else wait_s
                 if self._step_ended.wait_for(lambda: self._step is None, wait_s):
                     ours, self._step, self.senders.at_work = True, update_id, True
+                    self._step_thread = threading.get_ident()
             yield ours
         finally:
             if ours:
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Let the next step begin; close the engines first, where `close` did not wait for it."""
+        late = True
+        try:
+            while late:
                 with self.lock:
-                    self._step, self.senders.at_work = None, False
-                    self._step_ended.notify_all()
+                    late, self._closes_late = self._closes_late, False
+                    if not late:
+                        self._free_turn()
+                if late:
+                    self._close_all()
+        except BaseException:
+            self._free_turn()
+            raise
+
+    def _free_turn(self) -> None:
+        with self.lock:
+            self._step, self.senders.at_work = None, False
+            self._step_ended.notify_all()
 
     @contextmanager
     def _in_step(self, step: str, update_id: str = "") -> Iterator[None]:
@@ -700,6 +753,10 @@ class ReceiverSession:
             scope(f"weightsync {step}"),
         ):
             if not ours:
+                if self._inside_step:
+                    raise self._conflict(
+                        f"{step}: called by a hook that a step of this receiver runs"
+                    )
                 raise self._conflict(
                     f"{step}: the receiver has been busy for {self._lease_s:g} s with update "
                     f"{self.lifecycle.update_id}"
@@ -811,7 +868,7 @@ class ReceiverSession:
             if aborts:
                 self._begin_abort(incoming.update_id, why)
         if aborts:
-            self._end_abort(incoming)
+            self._end_abort(incoming, self._lease_s)
             return
         with self._turn(0) as ours:
             if ours and self._incoming is incoming and self.gate.held:
