@@ -87,6 +87,90 @@ def test_one_that_was_replaced_learns_of_it_at_its_next_send(fleet: InProcessFle
         assert value(fleet[1]) == 1
 
 
+def value_sent_back(sender: ws.WeightSender, fleet: InProcessFleet) -> float:
+    """What the fleet holds after the next two sends of one that was replaced: it is told once."""
+    held = value(fleet[1])
+    with pytest.raises(ws.SenderReplacedError, match="taken over by another sender") as told:
+        sender.send_weights()
+    assert told.value.owner == f"{socket.gethostname()}, pid {os.getpid()}"
+    assert told.value.since in str(told.value)
+    assert value(fleet[1]) == held, "newer weights were overwritten without a word"
+    sender.send_weights()
+    return value(fleet[1])
+
+
+def send(sender: ws.WeightSender, by: str) -> None:
+    if by == "send_weights":
+        sender.send_weights()
+    else:
+        with sender.update() as update:
+            update.send(list(model(3).named_parameters()))
+
+
+@pytest.mark.parametrize("by", ["send_weights", "update"])
+def test_one_that_was_replaced_learns_of_it_though_the_other_has_left(
+    fleet: InProcessFleet, by: str
+) -> None:
+    with connect(fleet, 1) as first:
+        first.send_weights()
+        with connect(fleet, 2, takeover=True) as second:
+            second.send_weights()
+        with pytest.raises(ws.SenderReplacedError, match=r"receiver-0, receiver-1 .* has left"):
+            send(first, by)
+        assert [value(member) for member in fleet] == [2, 2]
+        first.send_weights()
+        assert [value(member) for member in fleet] == [1, 1]
+        first.send_weights()
+        with connect(fleet, 3, takeover=True) as third:
+            third.send_weights()
+        assert value_sent_back(first, fleet) == 1, "it was replaced once more"
+
+
+def test_one_that_was_replaced_at_one_receiver_learns_of_it_there(fleet: InProcessFleet) -> None:
+    with connect(fleet, 1) as first:
+        (_, told) = first.send_weights().receivers
+        with ws.connect(model(2), to=fleet[1].transport(), takeover=True) as second:
+            second.send_weights()
+        with pytest.raises(ws.SenderReplacedError, match=r"receiver-1 .* has left"):
+            first.resync(told.target)
+        assert [value(member) for member in fleet] == [1, 2]
+        first.send_weights()
+        assert [value(member) for member in fleet] == [1, 1]
+
+
+def test_one_that_was_replaced_while_it_had_released_its_memory_learns_of_it(
+    fleet: InProcessFleet,
+) -> None:
+    """By one that yields and lives, too."""
+    with connect(fleet, 1) as first:
+        first.send_weights()
+        first.release()
+        with connect(fleet, 2, takeover=True, yields=True) as second:
+            second.send_weights()
+            assert value_sent_back(first, fleet) == 1
+
+
+def test_one_that_yields_is_not_told_of_those_that_took_their_turn(fleet: InProcessFleet) -> None:
+    with connect(fleet, 1, yields=True) as first:
+        first.send_weights()
+        with connect(fleet, 2) as second:
+            second.send_weights()
+        assert first.send_weights().version == 3
+        fleet[0].restart()
+        assert first.send_weights().version == 4
+        assert [value(member) for member in fleet] == [1, 1]
+
+
+def test_one_whose_receiver_was_started_again_is_told_nothing(fleet: InProcessFleet) -> None:
+    with connect(fleet, 1) as first:
+        first.send_weights()
+        first.release()
+        first.send_weights()
+        fleet[0].restart()
+        assert first.send_weights().version == 3
+        assert [value(member) for member in fleet] == [1, 1]
+
+
 def test_an_update_that_is_open_is_ended_by_who_takes_over(fleet: InProcessFleet) -> None:
     pairs = list(model(1).named_parameters())
 

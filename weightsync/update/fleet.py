@@ -98,7 +98,8 @@ class Member:
     by the engine of `backend`, where its index is `reader`. `skipped` has the reason why each other
     path was not taken. `sender` is the sender id that the receiver knows, `released` the same id
     after the memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0
-    before the first status.
+    before the first status. `owned` says that this sender has been its owner, `replaced_by` is the
+    owner after it of which its user was told.
 
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
@@ -119,6 +120,8 @@ class Member:
     sender: str = ""
     released: str = ""
     term: int = 0
+    owned: bool = False
+    replaced_by: str = ""
     unfinished: FinishRequest | None = None
     unaborted: str | None = None
     last_finish_sent: str | None = None

@@ -387,6 +387,7 @@ class PathSelector:
                 answer.member.status = answer.status
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
                 self._warn_of_rounding(answer)
+                answer.member.owned = True
         return answers
 
     def _warn_of_rounding(self, answer: MemberReply) -> None:

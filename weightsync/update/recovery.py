@@ -12,7 +12,7 @@ from weightsync.errors import (
     SenderReplacedError,
     TransportError,
 )
-from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
+from weightsync.update.fleet import Fleet, Member, MemberReply, failures, names, raise_first
 from weightsync.wire.messages import PROTOCOL, AbortRequest, FinishRequest, Status, StatusRequest
 from weightsync.wire.offers import Owner, describe, utc
 
@@ -98,8 +98,8 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool)
     """Record the members' statuses, and check that they can be connected.
 
     Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
-    protocol version, and SenderConflictError or SenderReplacedError for a receiver that belongs to
-    another living sender.
+    protocol version, SenderConflictError for a receiver that belongs to another living sender, and
+    SenderReplacedError for one that another sender has taken from this one, alive or not.
     """
     checked = {answer.member for answer in answers}
     seen = {member.status.instance: member for member in fleet.members if member not in checked}
@@ -116,8 +116,13 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool)
                 f"{known.target} and {answer.member.target} are the same receiver (instance "
                 f"{answer.status.instance}); name every receiver once"
             )
+    replaced = [answer for answer in answers if _is_replaced(fleet, answer)]
+    for answer in replaced:  # its user is told now, of all of them
+        answer.member.replaced_by = answer.status.owner.id if answer.status.owner else ""
     for answer in answers:
         _check_owner(fleet, answer, takeover=takeover)
+    if replaced:
+        raise _replaced(replaced)
     for answer in answers:
         owner = answer.status.owner
         if owner is not None:
@@ -155,6 +160,30 @@ def _check_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> None:
         f"remove({member.target!r}), or connect(takeover=True) to take it back",
         owner=owner.name,
         since=utc(owner.since),
+    )
+
+
+def _is_replaced(fleet: Fleet, answer: MemberReply) -> bool:
+    """Whether another sender, alive or not, took a member from this one, which is not told yet.
+
+    A sender that yields its receivers expects others to have used them.
+    """
+    owner, member = answer.status.owner, answer.member
+    if owner is None or fleet.owns(owner) or fleet.yields or not member.owned:
+        return False
+    return owner.term >= member.term and owner.id != member.replaced_by
+
+
+def _replaced(answers: Sequence[MemberReply]) -> SenderReplacedError:
+    """Return the error for members that another sender took, and does not hold any more."""
+    owners = [answer.status.owner for answer in answers if answer.status.owner is not None]
+    targets = names(answer.member for answer in answers)
+    return SenderReplacedError(
+        f"{targets} was taken over by another sender, which has left since: {describe(owners[0])}; "
+        "its weights may be newer than those of this sender: close() this one, or call again to "
+        "take it back",
+        owner=owners[0].name,
+        since=utc(owners[0].since),
     )
 
 
