@@ -260,6 +260,8 @@ def test_dynamo_9131_one_refusal_keeps_both_on_the_old_version(host: Host, packe
         fill(model, seed=2)
         with ws.connect(models.make("plain", seed=3), to=receivers[1].to, takeover=True) as other:
             other.send_weights(version=9)
+        with pytest.raises(ws.SenderReplacedError):
+            sender.send_weights(version=2)
         with pytest.raises(ws.StaleVersionError) as caught:
             sender.send_weights(version=2)
         assert caught.value.held == 9

@@ -159,10 +159,10 @@ class FleetMachine(RuleBasedStateMachine):
         for member in self.here.fleet:
             if member.unreachable:
                 member.restart()
-        trainer, sender = self._living(slot)
+        trainer, _ = self._living(slot)
         trainer.arm(None)
         trainer.fill()
-        version = sender.send_weights().version
+        version = trainer.send_though_replaced().version
         trainer.note_segments()
         self._all_hold(trainer, version)
 

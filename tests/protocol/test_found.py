@@ -78,6 +78,8 @@ def test_a_sender_that_was_there_before_ends_what_another_one_left(death: Death)
     with suppress(ws.WeightSyncError), dying.sender.update() as update:
         update.send([(name, tensor.detach()) for name, tensor in dying.model.named_parameters()])
     assert any(status.orphaned for status in world.statuses())
+    with pytest.raises(ws.SenderReplacedError, match="receiver-0, receiver-1"):
+        staying.sender.send_weights()
     version = staying.sender.send_weights().version
     for member in world.fleet:
         world.holds(member, version, staying.contents)
@@ -164,6 +166,8 @@ def test_who_finds_others_ahead_after_freeing_them_passes_them() -> None:
         raise AssertionError("a dead trainer's block does not run")
     assert [m.receiver.status().state for m in world.fleet] == ["UPDATING", "READY"]
     staying.fill()
+    with pytest.raises(ws.SenderReplacedError, match="receiver-0, receiver-1"):
+        staying.sender.send_weights()
     assert staying.sender.send_weights().version == 3
     for member in world.fleet:
         world.holds(member, 3, staying.contents)
