@@ -79,6 +79,8 @@ class ReceiverReport(_FormerNames):
     """Report of one receiver on an update; the fields have the meaning of SyncReport's.
 
     `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
+    `names_nothing`: a hook took the tensors, and returned no names of what it loaded; `verified`
+    says then what it was given.
     """
 
     target: str
@@ -90,6 +92,7 @@ class ReceiverReport(_FormerNames):
     peak_extra_nbytes: int = 0
     skipped_paths: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    names_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,8 @@ class SyncReport(_FormerNames):
 
     @property
     def _exceptions(self) -> str:
+        silent = [one.target for one in self.receivers if one.names_nothing]
+        unnamed = f"; the hook named no tensors that it loaded: {shorten(silent)}" if silent else ""
         rolled = "; rolled forward" if self.rule == "roll-forward" else ""
         dropped = "".join(f"; dropped {target}: {why}" for target, why in self.dropped.items())
         skipped = "".join(f"; skipped {path}: {why}" for path, why in self.skipped_paths.items())
@@ -200,7 +205,7 @@ class SyncReport(_FormerNames):
         not_finite = f"; NaN or infinity in {found}" if found else ""
         unlike = shorten(self.replicas_differ)
         differ = f"; ranks differ in {unlike}" if unlike else ""
-        return self._delta + rolled + dropped + skipped + not_finite + differ
+        return self._delta + rolled + dropped + skipped + not_finite + differ + unnamed
 
     @property
     def _delta(self) -> str:

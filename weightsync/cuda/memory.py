@@ -11,7 +11,7 @@ from weightsync.cuda import handles
 from weightsync.cuda.pinning import Driver, Pinned
 from weightsync.errors import HandleError
 from weightsync.shm.host_keys import pick
-from weightsync.shm.segment import Segment
+from weightsync.shm.segment import PrivateMapping, Segment
 from weightsync.wire.offers import Handle, ProbeInfo, SegmentHandle
 
 
@@ -25,7 +25,9 @@ class OpenMemory:
 
     def __init__(self, handle: Handle) -> None:
         self._segment: Segment | None = None
+        self._private: PrivateMapping | None = None
         self._pinned: Pinned | None = None
+        self._offset = handle.offset
         if isinstance(handle, SegmentHandle):
             if handle.offset > handle.nbytes:
                 raise HandleError(
@@ -45,14 +47,29 @@ class OpenMemory:
             raise HandleError("this memory was closed")
         return self._tensor
 
-    def part(self, offset: int, nbytes: int) -> torch.Tensor:
-        """View bytes `offset` to `offset + nbytes`. Raises HandleError for a range outside."""
+    @property
+    def private(self) -> PrivateMapping | None:
+        """The same memory, mapped so that writes stay in this process; None on a GPU.
+
+        Mapped at the first use. Never pinned: that would copy its pages, for good.
+        """
+        if self._private is None and self._segment is not None:
+            self._private = self._segment.private()
+        return self._private
+
+    def part(self, offset: int, nbytes: int, *, private: bool = False) -> torch.Tensor:
+        """View bytes `offset` to `offset + nbytes`. Raises HandleError for a range outside.
+
+        With `private` a view that may be written to, where there is one.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.tensor.numel():
             raise HandleError(
                 f"bytes {offset} to {offset + nbytes} are outside this memory of "
                 f"{self.tensor.numel()} bytes; the handle does not fit its tensors"
             )
-        return self.tensor[offset : offset + nbytes]
+        mapping = self.private if private else None
+        memory = self.tensor if mapping is None else mapping.tensor(self._offset)
+        return memory[offset : offset + nbytes]
 
     def pin(self, driver: Driver) -> None:
         """Pin a segment until `close`, for copies to a GPU; a failure is a warning. Idempotent."""
@@ -64,6 +81,8 @@ class OpenMemory:
         self._tensor = None
         if self._pinned is not None:
             self._pinned.close()
+        if self._private is not None:
+            self._private.close()
         if self._segment is not None:
             self._segment.close()
         else:

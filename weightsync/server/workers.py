@@ -121,6 +121,7 @@ def merge_steps(replies: Sequence[StepReply]) -> StepReply:
         seconds={p: max(reply.seconds.get(p, 0.0) for reply in replies) for p in phases},
         table_digest=_common([reply.table_digest for reply in replies]),
         delta=any(reply.delta for reply in replies),
+        names_nothing=any(reply.names_nothing for reply in replies),
     )
 
 

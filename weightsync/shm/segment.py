@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 # From linux/mman.h (5.14); the mmap module does not name them.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_MAP_NORESERVE = 0x4000
+_PAGE = mmap.PAGESIZE
+_OF_FILE, _SWAPPED = 1, 2
 # mmap.madvise holds the GIL, so other threads (heartbeats) can run between two pieces only.
 _PIECE_NBYTES = 64 << 20
 
@@ -158,8 +161,8 @@ class Segment:
         """Return `uint8[nbytes]` from `offset`, by default to the end.
 
         The tensor keeps the memory mapped. Each call makes a new storage. A write through a view of
-        a read-only segment is a SIGSEGV, because torch has no read-only tensors. Raises
-        SegmentError for a range outside the segment.
+        a read-only segment is a SIGSEGV, because torch has no read-only tensors: code of the user
+        gets views of `private`. Raises SegmentError for a range outside the segment.
         """
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
@@ -173,6 +176,12 @@ class Segment:
         # torch keeps the object but not its buffer export, and only the export prevents an early
         # unmapping. The private memoryview holds that export as long as the tensor lives.
         return view_bytes(self.buffer, offset, count)
+
+    def private(self) -> PrivateMapping:
+        """Map the segment once more, so that this process may write to what it sees of it."""
+        self._open_mapping()
+        with _mapped_errors(f"cannot map segment {self._path} for writes of this process alone"):
+            return PrivateMapping(self._fd, self.nbytes)
 
     def owner_alive(self) -> bool:
         """Return whether the creator still holds its lock, also after the name was removed.
@@ -233,6 +242,92 @@ class Segment:
     def __repr__(self) -> str:
         role = "owner" if self.owner else "writer" if self.writable else "reader"
         return f"<Segment {self.name} {self.nbytes} bytes, {role}>"
+
+
+class PrivateMapping:
+    """A mapping of a segment whose writes only this process sees: copy on write, page by page.
+
+    A page that was written is a copy from then on: it does not show what the owner writes later,
+    until `restore` or `restore_written` drops it. Reads cost what they cost elsewhere.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE  # else it counts as memory that is in use
+        mapping = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        ask_for_huge_pages(mapping)
+        populate(mapping, writable=False)
+        self.nbytes = nbytes
+        self.address = buffer_address(mapping)
+        self._mapping: mmap.mmap | None = mapping
+
+    def tensor(self, offset: int = 0) -> torch.Tensor:
+        """Return `uint8[nbytes - offset]`, which keeps the memory mapped."""
+        from weightsync.tensors import view_bytes  # noqa: PLC0415 - as in Segment.tensor
+
+        view = memoryview(self._open())
+        return view_bytes(view, offset, self.nbytes - offset)
+
+    def holds(self, address: int) -> bool:
+        """Whether `address` is in this memory."""
+        return self.address <= address < self.address + self.nbytes
+
+    def restore(self, address: int, nbytes: int) -> None:
+        """Drop what this process wrote to the pages of a range: they show the segment again."""
+        begin, end = self._pages(address, nbytes)
+        if begin < end:
+            self._open().madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def restore_written(self, address: int, nbytes: int) -> None:
+        """The same for the pages that were written, whoever wrote: the kernel knows them.
+
+        Reads 8 bytes for each page; cheaper than to map all of them again.
+        """
+        begin, end = self._pages(address, nbytes)
+        written = _written_pages(self.address + begin, end - begin)
+        if written is None:
+            self.restore(address, nbytes)
+            return
+        for page in written:
+            self._open().madvise(mmap.MADV_DONTNEED, begin + page * _PAGE, _PAGE)
+
+    def close(self) -> None:
+        """Unmap; memory that tensors view is unmapped when the last view is collected."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            with suppress(BufferError):
+                mapping.close()
+
+    def _open(self) -> mmap.mmap:
+        if self._mapping is None:
+            raise SegmentError("this mapping is closed; open the segment again")
+        return self._mapping
+
+    def _pages(self, address: int, nbytes: int) -> tuple[int, int]:
+        """Return the offsets of the first page of a range, and of the end of its last page."""
+        begin = address - self.address
+        first = begin - begin % _PAGE
+        return first, min(self.nbytes, -(-(begin + nbytes) // _PAGE) * _PAGE)
+
+
+def _written_pages(address: int, nbytes: int) -> list[int] | None:
+    """Return the numbers of the pages of a private mapping that are copies; None if unknown.
+
+    From Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61 page of a file.
+    """
+    count = -(-nbytes // _PAGE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(address // _PAGE * 8)
+            entries = pagemap.read(count * 8)
+    except OSError:
+        return None
+    if len(entries) != count * 8:
+        return None
+    import numpy as np  # noqa: PLC0415  # as torch: most uses of a segment need none
+
+    kinds = np.frombuffer(entries, np.uint64) >> np.uint64(61)
+    copied: list[int] = np.flatnonzero((kinds >= _SWAPPED) & (kinds & _OF_FILE == 0)).tolist()
+    return copied
 
 
 @dataclass(frozen=True)

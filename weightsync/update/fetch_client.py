@@ -321,6 +321,7 @@ class _Fetch:
                 source=self._source.target,
                 apply=done.apply,
                 verified=done.verified,
+                names_nothing=done.names_nothing,
             )
             for one in report.receivers[:1]
         )
@@ -343,6 +344,7 @@ class _Fetch:
             stall_s=done.stall_s,
             seconds=done.seconds,
             source=self._source.target,
+            names_nothing=done.names_nothing,
         )
         return SyncReport(
             version=done.version,

@@ -181,6 +181,7 @@ class IncomingUpdate:
             seconds=dict(self.seconds),
             table_digest=self.table_digest,
             delta=any(isinstance(target, DeltaTarget) for target in targets),
+            names_nothing=any(target.named is False for target in targets),
         )
 
     def timed(self, phase: str, started: float) -> None:

@@ -262,6 +262,7 @@ class UpdateTransaction:
                 stall_s=reply.stall_s,
                 seconds=reply.seconds,
                 peak_extra_nbytes=reply.peak_extra_nbytes,
+                names_nothing=reply.names_nothing,
                 skipped_paths=member.skipped,
             )
             for member, reply in replies.items()

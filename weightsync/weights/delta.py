@@ -618,6 +618,7 @@ class DeltaTarget(LoadTarget):
 
     def commit(self) -> None:
         self.target.commit()
+        self.named = self.target.named
 
     def discard(self) -> None:
         self.target.discard()

@@ -25,6 +25,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def layer_of(name: str) -> str:
+    """Return a tensor's name up to its first part that is a number, else its module's name."""
+    parts = name.split(".")
+    end = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[:end])
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """Bytes `begin` to `begin + nbytes` of tensor `index`, at byte `start` of the stream."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -39,7 +39,7 @@ from weightsync.specs import Manifest, ManifestDifference, compare, find_widened
 from weightsync.tensors import from_bytes
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.layout import StreamLayout, layer_of
 from weightsync.weights.lines import LineMemory, Marks, touched
 from weightsync.weights.patches import Patches, RecordingLines, SparseWeightPatch
 from weightsync.weights.shard_lines import lines_of
@@ -49,6 +49,8 @@ _KEPT_DIFFERENCES = 8
 NamedTensor = tuple[str, torch.Tensor]
 LoadWeights = Callable[[Iterable[NamedTensor]], object]
 """A hook with vLLM's signature: takes `(name, tensor)` pairs, may return the names it loaded."""
+Together = Callable[[str], Hashable]
+"""Maps a tensor's name to its part: a hook gets the tensors of a part in one call."""
 LoadPatches = Callable[[Iterable[SparseWeightPatch]], object]
 """A hook that takes the changed elements of tensors, may return the names it loaded."""
 
@@ -97,6 +99,8 @@ class LoadTarget(ABC):
     `peak_extra_nbytes` is the memory that the target keeps beside the model.
 
     `users_own`: `load` runs code of the user, which may write to the tensors that it is given.
+    `together`: the parts whose tensors it gets in one call; None: as they come. `named`: whether a
+    hook named tensors that it loaded, None where no hook loads them.
 
     A delta writes to the memory of `catch_up`, where `takes_deltas`. `written` then has the lines
     that it wrote, from `begin` to `commit` or `discard`; None means all of them.
@@ -106,6 +110,8 @@ class LoadTarget(ABC):
     in_place: bool = False
     peak_extra_nbytes: int = 0
     users_own: bool = True
+    together: Together | None = None
+    named: bool | None = None
     takes_deltas: bool = False
     written: Marks | None = None
 
@@ -386,11 +392,19 @@ class HookSink(WeightSink):
     `load_weights`, among them the first one, and those that `apply="auto"` found no memory to
     stage. The two hooks share what is said here of errors, and of the names that they return.
 
-    Else (`in_place`) tensors are handed over as they come. This takes the bytes of the largest
-    tensor (twice with clones); where it is split over buckets, its memory is kept for the next
-    update.
+    Else (`in_place`) tensors are handed over as they come, with all tensors of a part in one call,
+    since a hook may fuse them (q, k and v). `together` maps a name to its part; by default that is
+    the decoder layer, or else the module that holds the tensor. Parts that come together are given
+    in one call. With None nothing is waited for. This takes the bytes of the largest part (twice
+    with clones); where it is split over buckets, its memory is kept for the next update.
 
-    Raises ConfigError for both `changed_only` and `load_patches`.
+    The tensors are views of the sender's memory, valid until the hook returns. A hook may write to
+    them: only its own process sees that, and the next update has the sender's bytes again. On a GPU
+    they are the memory itself, and a write is a TransferError.
+
+    A hook that returns no names proves nothing: the report says so.
+
+    Raises ConfigError for both `changed_only` and `load_patches`, and for another `together`.
     """
 
     def __init__(
@@ -402,13 +416,20 @@ class HookSink(WeightSink):
         device: torch.device | str = "cpu",
         changed_only: bool = False,
         load_patches: LoadPatches | None = None,
+        together: Together | None = layer_of,
     ) -> None:
+        if together is not None and not callable(together):
+            raise ConfigError(
+                "together is a function that returns a tensor's part by its name, or None, not "
+                f"{together!r}"
+            )
         if changed_only and load_patches is not None:
             raise ConfigError(
                 "changed_only gives load_weights whole tensors after a delta, and load_patches is "
                 "called in its place; give one of the two"
             )
         self.changed_only = changed_only
+        self.together = together
         self.load_patches = load_patches
         self.load_weights = load_weights
         self.manifest = manifest
@@ -430,6 +451,14 @@ class HookSink(WeightSink):
             if apply == "staged"
             else _HookTarget(self, layout.manifest)
         )
+
+    def largest_part_nbytes(self, manifest: Manifest) -> int:
+        """Return the bytes of the largest part whose tensors the hook gets in one call."""
+        parts: dict[Hashable, int] = {}
+        for i, spec in enumerate(manifest.specs):
+            part = i if self.together is None else self.together(spec.name)
+            parts[part] = parts.get(part, 0) + spec.nbytes
+        return max(parts.values(), default=0)
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
         """Return the bytes of the whole stream, and of clones where the hook keeps views."""
@@ -470,19 +499,30 @@ def _loaded_names(loaded: object) -> set[str] | None:
 
 
 def _check_loaded(
-    manifest: Manifest, loaded: set[str] | None, names: Iterable[str] | None = None
+    manifest: Manifest,
+    loaded: set[str] | None,
+    names: Iterable[str] | None = None,
+    *,
+    calls: int = 1,
 ) -> None:
     """Raise ManifestMismatchError for names that a hook was given and did not return.
 
-    It was given `names`, None: all of the manifest. A hook that returned no names (None), or other
-    names (of fused layers), is not checked.
+    It was given `names`, None: all of the manifest, in this number of `calls`. A hook that returned
+    no names (None), or other names (of fused layers), is not checked.
     """
     given = {spec.name for spec in manifest.specs} if names is None else set(names)
     skipped = sorted(given - loaded) if loaded is not None else []
     if loaded is not None and skipped and loaded.issubset(manifest.index):
+        why = "its model has no place for these names"
+        if calls > 1:
+            why += (
+                f", or it fuses tensors that it was given in different ones of {calls} calls: "
+                "HookSink(hook, together=...) takes a function that names the part of each tensor, "
+                'and WeightReceiver(..., apply="staged") gives all of them in one call'
+            )
         raise ManifestMismatchError(
             f"the hook did not load {len(skipped)} of {len(given)} tensors: "
-            f"{shorten(skipped)}; its model has no place for these names",
+            f"{shorten(skipped)}; {why}",
             missing=skipped,
         )
 
@@ -496,19 +536,23 @@ class _HookTarget(LoadTarget):
         self._sink = sink
         self._manifest = manifest
         self._loaded: set[str] | None = None
-        largest = max((spec.nbytes for spec in manifest.specs), default=0)
+        self._calls = 0
+        self.together = sink.together
+        largest = sink.largest_part_nbytes(manifest)
         self.peak_extra_nbytes = 2 * largest if sink.keeps_views else largest
 
     def begin(self) -> None:
-        self._loaded = None
+        self._loaded, self._calls = None, 0
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
+        self._calls += 1
         loaded = self._sink.call(pairs)
         if loaded is not None:
             self._loaded = loaded.union(self._loaded or ())
 
     def validate(self) -> None:
-        _check_loaded(self._manifest, self._loaded)
+        self.named = bool(self._loaded)
+        _check_loaded(self._manifest, self._loaded, calls=self._calls)
 
     def commit(self) -> None:
         pass
@@ -547,7 +591,7 @@ class _StagedHookTarget(ArenaTarget):
         self.holds_commit(False)  # until the hook has returned
         self._lines = None
         if self.written is not None and lines is not None:
-            self._load_patches(Patches(self._layout, lines))
+            self.named = self._load_patches(Patches(self._layout, lines))
             self.holds_commit()
             return
         places: Sequence[int] = range(len(memory.tensors))
@@ -564,23 +608,27 @@ class _StagedHookTarget(ArenaTarget):
             for spec, (name, flat) in zip(specs, tensors, strict=True)
         ]
         before = write_counts(tensor for _, tensor in pairs)
+        self.named = None
         if pairs:
             names = [name for name, _ in pairs]
-            _check_loaded(self._layout.manifest, self._sink.call(pairs), names)
+            loaded = self._sink.call(pairs)
+            self.named = bool(loaded)
+            _check_loaded(self._layout.manifest, loaded, names)
         unchanged = before is not None and before == write_counts(t for _, t in pairs)
         pairs.clear()
         if not self._sink.keeps_views:
             refuse_kept(tensors, counts)
         self.holds_commit(unchanged)
 
-    def _load_patches(self, patches: Patches) -> None:
-        """Call the hook with patches, where there are any."""
+    def _load_patches(self, patches: Patches) -> bool | None:
+        """Call the hook with patches, where there are any; return whether it named tensors."""
         hook = self._sink.load_patches
         if hook is None or not patches.names:
-            return
+            return None
         try:
             with users_code("load_patches"):
                 loaded = _loaded_names(hook(patches))
         finally:
             patches.end()
         _check_loaded(self._layout.manifest, loaded, patches.names)
+        return bool(loaded)

@@ -19,6 +19,7 @@ from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.frozen import check_scripted
+from weightsync.weights.layout import layer_of as layer_of  # noqa: PLC0414  # with groups_of
 from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.shards import (
     find_fsdp,
@@ -49,13 +50,6 @@ def groups_of(manifest: Manifest) -> list[range]:
         start = groups[-1].stop if groups else 0
         groups.append(range(start, start + sum(1 for _ in members)))
     return groups
-
-
-def layer_of(name: str) -> str:
-    """Return a tensor's name up to its first part that is a number, else its module's name."""
-    parts = name.split(".")
-    end = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-    return ".".join(parts[:end])
 
 
 logger = logging.getLogger(__name__)

@@ -436,6 +436,7 @@ class StepReply(Message, frozen=True, kw_only=True):
     `table_digest` names the fingerprints of what arrived. `delta_base` is the id of the weights in
     use, if the receiver can apply a delta to them. `delta`: only the lines that changed were
     written, and verified.
+    `names_nothing`: a hook took the tensors, and returned no names of what it loaded.
     """
 
     state: StateName
@@ -450,6 +451,7 @@ class StepReply(Message, frozen=True, kw_only=True):
     table_digest: str | None = None
     delta_base: UpdateId | None = None
     delta: bool = False
+    names_nothing: bool = False
 
 
 class TensorPart(Message, frozen=True, kw_only=True):

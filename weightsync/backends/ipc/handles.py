@@ -35,7 +35,8 @@ def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) 
     opened: dict[str, OpenMemory] = {}
     tensors: list[torch.Tensor] = []
     try:
-        tensors = _tensors(info, manifest, keys, opened)
+        places = _places(info, manifest, keys, opened)
+        tensors = [opened[key].part(start, nbytes) for key, start, nbytes in places]
         _check_fingerprints(info.fingerprints, manifest, tensors)
         manifest, kept = _tie(manifest, tensors, context.ties)
         tensors = [tensors[i] for i in kept]
@@ -47,6 +48,9 @@ def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) 
         layout = StreamLayout(manifest)
         load_target = context.open_target(layout)
         context.mark_dirty()
+        if load_target.memory is None and context.lends_views:
+            chosen = [places[i] for i in kept]  # a hook may write to what it is given
+            tensors = [opened[key].part(start, n, private=True) for key, start, n in chosen]
         memory = Memory(tensors)
         if load_target.memory is None:
             feeder = HookFeeder(layout, load_target, context)
@@ -108,13 +112,17 @@ def _check_held(
             raise VerificationError(names=list(dict.fromkeys(wrong)))
 
 
-def _tensors(
+_Place = tuple[str, int, int]
+"""Where a tensor is: the key of opened memory, an offset in it, and a number of bytes."""
+
+
+def _places(
     info: HandlesUpdate,
     manifest: Manifest,
     keys: list[str],
     opened: dict[str, OpenMemory],
-) -> list[torch.Tensor]:
-    """Return `uint8[nbytes]` per tensor, with every range checked."""
+) -> list[_Place]:
+    """Open the memory of all tensors, each once; return where each tensor is."""
     sizes = [spec.nbytes for spec in manifest.specs]
     handles = info.ipc_handles
     if isinstance(handles, dict):
@@ -127,15 +135,15 @@ def _tensors(
             )
         starts = [0, *accumulate(sizes)]
         parts = zip(starts, sizes, strict=False)
-        return [_part(handles, keys, opened, start, n) for start, n in parts]
+        return [_place(handles, keys, opened, start, n) for start, n in parts]
     pairs = zip(handles or [], sizes, strict=True)
-    return [_part(handle, keys, opened, 0, n) for handle, n in pairs]
+    return [_place(handle, keys, opened, 0, n) for handle, n in pairs]
 
 
-def _part(
+def _place(
     handles: KeyedHandle, keys: list[str], opened: dict[str, OpenMemory], start: int, nbytes: int
-) -> torch.Tensor:
-    """Return bytes of the memory whose handle `keys` select; a segment is mapped once."""
+) -> _Place:
+    """Open the memory whose handle `keys` select; a segment is mapped once."""
     handle = pick(handles, keys)
     if isinstance(handle, SegmentHandle) and handle.offset <= handle.nbytes:
         start += handle.offset
@@ -143,7 +151,7 @@ def _part(
     key = repr(handle)
     if key not in opened:
         opened[key] = OpenMemory(handle)
-    return opened[key].part(start, nbytes)
+    return key, start, nbytes
 
 
 def _check_fingerprints(

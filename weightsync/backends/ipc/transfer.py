@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.ipc.lending import DeliveryPlan, Lent
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
@@ -21,6 +22,7 @@ from weightsync.errors import (
     SegmentError,
     TransferError,
     VerificationError,
+    shorten,
 )
 from weightsync.shm.ring import Control, RingReader
 from weightsync.shm.wait import SPIN_S
@@ -42,18 +44,21 @@ from weightsync.weights.lines import LINE, LineMemory, total_of
 from weightsync.weights.packer import bucket_views
 from weightsync.weights.sink import (
     LoadTarget,
+    NamedTensor,
+    Together,
     Verification,
     own_storage,
     refuse_kept,
     users_code,
     uses,
+    write_counts,
 )
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
 
 
 class Assembly:
-    """Memory in which tensors larger than a bucket are joined, one after the other.
+    """Memory for tensors that a hook does not get from their bucket; see DeliveryPlan.
 
     Host memory is kept between updates, because memory that is touched for the first time costs ten
     times a warm copy. GPU memory is kept by torch's allocator.
@@ -61,6 +66,11 @@ class Assembly:
 
     def __init__(self) -> None:
         self._kept: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept."""
+        return 0 if self._kept is None else self._kept.numel()
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return uninitialised `uint8[nbytes]` for one update. Raises TransferError."""
@@ -78,10 +88,12 @@ class Assembly:
 
 
 class HookFeeder:
-    """Passes tensors to `load_target.load`, in the manifest's order; valid until that returns.
+    """Passes tensors to `load_target.load`; valid until that returns.
 
-    A tensor larger than a bucket is joined in `assembly`, `uint8[layout.largest_cut_nbytes]`. If
-    the hook kept a view, which the use count of the storage shows, TransferError names the tensors.
+    From a ring in the order of `plan`, with `memory` (`uint8[plan.nbytes]`) for tensors that wait
+    for others of their part or are split over buckets. If the hook kept a view, which the use count
+    of the storage shows, TransferError names the tensors. What it wrote to memory that is `lent` is
+    dropped; on a GPU, where the sender and other receivers see it, TransferError names the tensors.
     """
 
     def __init__(
@@ -89,14 +101,19 @@ class HookFeeder:
         layout: StreamLayout,
         load_target: LoadTarget,
         context: LoadContext,
-        assembly: torch.Tensor | None = None,
+        *,
+        plan: DeliveryPlan | None = None,
+        memory: torch.Tensor | None = None,
+        lent: Lent | None = None,
     ) -> None:
         self._layout = layout
         self._load_target = load_target
-        self._checks_views = context.lends_views
+        self._lends = context.lends_views
         self._kept_advice = context.kept_advice
-        self._assembly = assembly
-        self._next = 0
+        self._plan = plan
+        self._memory = memory
+        self._lent = lent
+        self._arrived: dict[int, torch.Tensor] = {}
 
     def fingerprints(self, chunk: Chunk, bucket: torch.Tensor, *, verify: bool) -> list[int]:
         """Return the fingerprints of a received chunk; [] without `verify`."""
@@ -106,73 +123,124 @@ class HookFeeder:
             return [xxh3(view) for view in bucket_views(self._layout, chunk, bucket)]
         return bucket_reader(self._layout, chunk, bucket)()
 
-    def deliver(self, chunk: Chunk, bucket: torch.Tensor) -> None:
-        """Pass every tensor that this chunk completes to the hook."""
-        pairs: list[tuple[int, torch.Tensor]] = []
+    def deliver(self, number: int, bucket: torch.Tensor) -> None:
+        """Pass all tensors that are due with a chunk to the hook, and keep its others."""
+        assert self._plan is not None
+        chunk, due = self._layout.chunks[number], self._plan.due[number]
+        ready = set(due)
+        waiting: list[tuple[TensorSlice, torch.Tensor]] = []
         for part in self._layout.slices(chunk.start, chunk.stop):
-            spec = self._layout.manifest.specs[part.index]
             begin = part.start - chunk.start
             flat = bucket[begin : begin + part.nbytes]
-            if part.nbytes < spec.nbytes:
-                if part.begin == 0 and pairs:  # the previous tensor may be in the assembly
-                    self._pass(pairs, upto=part.index)
-                    pairs.clear()
-                whole = self._assemble(part, flat)
-                if whole is None:
-                    continue
-                flat = whole
-            pairs.append((part.index, flat))
-        self._pass(pairs, upto=pairs[-1][0] + 1 if pairs else self._next)
+            if part.index not in self._plan.kept:
+                self._arrived[part.index] = flat
+            elif part.index in ready:
+                self._keep(part, flat)
+            else:
+                waiting.append((part, flat))
+        self._pass_due(due)
+        for part, flat in waiting:  # in memory that is free now
+            self._keep(part, flat)
         _wait_for_copies(bucket.device)
 
     def deliver_whole(self, memory: Memory) -> None:
         """Pass all tensors of registered memory to the hook at once."""
-        self._pass(list(enumerate(memory.tensors)), upto=len(memory.tensors))
+        self._arrived = dict(enumerate(memory.tensors))
+        self._pass(range(len(memory.tensors)))
         for device in {tensor.device for tensor in memory.tensors}:
             _wait_for_copies(device)
 
     def finish(self) -> None:
         """Pass the remaining tensors without bytes to the hook."""
-        self._pass([], upto=len(self._layout.manifest.specs))
-        self._assembly = None
+        if self._plan is not None:
+            self._pass_due(self._plan.due_at_end)
+        self._memory = None
 
-    def _pass(self, filled: Sequence[tuple[int, torch.Tensor]], *, upto: int) -> None:
-        """Pass these tensors to the hook, and those without bytes before `upto` in the manifest."""
-        given = dict(filled)
-        indices = range(self._next, upto)
-        self._next = upto
-        specs = self._layout.manifest.specs
-        passed = [(specs[i].name, self._tensor_for_hook(specs[i], given.get(i))) for i in indices]
-        if not passed:
+    def _keep(self, part: TensorSlice, flat: torch.Tensor) -> None:
+        """Copy a slice of a tensor to the memory in which the tensor waits, or is joined."""
+        assert self._plan is not None
+        if self._memory is None:
+            raise ValueError("tensors wait for others of their part; the feeder needs memory")
+        at = self._plan.kept[part.index]
+        nbytes = self._layout.manifest.specs[part.index].nbytes
+        self._memory[at + part.begin : at + part.begin + part.nbytes].copy_(flat)
+        if part.begin + part.nbytes == nbytes:
+            self._arrived[part.index] = self._memory[at : at + nbytes]
+
+    def _pass_due(self, due: Sequence[int]) -> None:
+        """Pass these tensors to the hook: in one call, or part by part where it gets clones."""
+        plan = self._plan
+        if plan is None or self._lends:
+            self._pass(due)
             return
+        parts: dict[int, list[int]] = {}
+        for i in due:
+            parts.setdefault(plan.parts[i], []).append(i)
+        for part in parts.values() if self._load_target.together is not None else (due,):
+            self._pass(part)
+
+    def _pass(self, indices: Sequence[int]) -> None:
+        """Pass these tensors to the hook in one call."""
+        if not indices:
+            return
+        specs = self._layout.manifest.specs
+        with torch.inference_mode(False):  # else torch counts no writes to the tensors
+            passed = [
+                (specs[i].name, self._tensor_for_hook(specs[i], self._arrived.pop(i, None)))
+                for i in indices
+            ]
+        watched = self._watched(indices, passed)
+        writes = write_counts(base for _, base in watched)
         counts = [uses(base) for _, base in passed]
         pairs = [
             (name, from_bytes(base, specs[i]))
             for i, (name, base) in zip(indices, passed, strict=True)
         ]
-        with users_code("load_weights") if self._load_target.users_own else nullcontext():
-            self._load_target.load(pairs)
-        del pairs
-        if self._checks_views:
-            refuse_kept(passed, counts, self._kept_advice)
+        try:
+            with users_code("load_weights") if self._load_target.users_own else nullcontext():
+                self._load_target.load(pairs)
+            del pairs
+            if self._lends:
+                refuse_kept(passed, counts, self._kept_advice)
+        finally:
+            written = _written(watched, writes)
+            if self._lent is not None:
+                self._lent.restore(base for _, base in written)
+        on_gpu = [name for name, base in written if base.device.type != "cpu"]
+        if on_gpu:
+            raise TransferError(
+                f"load_weights wrote to {len(on_gpu)} tensors that it was given: "
+                f"{shorten(on_gpu)}; on a GPU they are the memory of the sender, which other "
+                "receivers read: write to copies, or give HookSink(hook, keeps_views=True), which "
+                "hands out clones"
+            )
+
+    def _watched(self, indices: Sequence[int], passed: Sequence[NamedTensor]) -> list[NamedTensor]:
+        """Return those of the tensors that are the sender's memory, and may be written to."""
+        if not (self._lends and self._load_target.users_own):
+            return []
+        kept = self._plan.kept if self._plan is not None else {}
+        return [pair for i, pair in zip(indices, passed, strict=True) if i not in kept]
 
     def _tensor_for_hook(self, spec: TensorSpec, flat: torch.Tensor | None) -> torch.Tensor:
         if flat is None:
             flat = torch.empty(0, dtype=torch.uint8)
-        elif flat.device.type == "cpu" and flat.numel():
+        elif flat.device.type == "cpu":
             # A separate storage for each tensor, so that its use count identifies the tensor.
             flat = own_storage(flat)
         elif flat.storage_offset() % TORCH_DTYPES[spec.dtype].itemsize:
             flat = flat.clone()  # consecutive tensors need not be aligned
+        else:
+            flat = flat.data  # with a count of writes of its own
         return flat
 
-    def _assemble(self, part: TensorSlice, flat: torch.Tensor) -> torch.Tensor | None:
-        spec = self._layout.manifest.specs[part.index]
-        if self._assembly is None:
-            raise ValueError("this layout splits tensors; the feeder needs memory to join them")
-        whole = self._assembly[: spec.nbytes]
-        whole[part.begin : part.begin + part.nbytes].copy_(flat)
-        return whole if part.begin + part.nbytes == spec.nbytes else None
+
+def _written(tensors: Sequence[NamedTensor], before: Sequence[int] | None) -> Sequence[NamedTensor]:
+    """Return the tensors that were written since they had these counts; None: on the host all."""
+    after = write_counts(tensor for _, tensor in tensors)
+    if before is None or after is None:
+        return [pair for pair in tensors if pair[1].device.type == "cpu"]
+    return [pair for pair, old, new in zip(tensors, before, after, strict=True) if old != new]
 
 
 def _wait_for_copies(device: torch.device) -> None:
@@ -218,6 +286,8 @@ class OpenedMemory:
         default_factory=dict
     )
     assembly: Assembly = field(default_factory=Assembly)
+    deliveries: dict[Together | None, DeliveryPlan] = field(default_factory=dict)
+    lent: list[Lent] = field(default_factory=list)
 
     def keep(self, layout: StreamLayout, memory: Memory, kind: int, plans: list[CopyPlan]) -> None:
         """Keep copy plans for later updates while `memory` exists, and drop the oldest."""
@@ -233,10 +303,40 @@ class OpenedMemory:
         found = self.copy_plans.get((id(layout), id(memory), kind))
         return None if found is None else found[2]
 
+    def delivery(self, layout: StreamLayout, together: Together | None) -> DeliveryPlan:
+        """Return when a hook gets the tensors of a layout of the ring; kept for the model's."""
+        if layout is not self.chunked:
+            return DeliveryPlan(layout, together)
+        if together not in self.deliveries:
+            self.deliveries.clear()
+            self.deliveries[together] = DeliveryPlan(layout, together)
+        return self.deliveries[together]
+
+    def lend(self) -> Lent:
+        """Return the memory as a hook gets it, mapped at the first use. Raises SegmentError."""
+        if not self.lent:
+            info, ring = self.info, self.info.ring
+            known = info.storages
+            places = zip(known.storage, known.offset, strict=True) if known is not None else ()
+            self.lent.append(
+                Lent.of(
+                    self.ring,
+                    ring.bucket_nbytes,
+                    ring.num_buckets,
+                    self.storages,
+                    self.registered,
+                    places,
+                )
+            )
+        return self.lent[0]
+
     def close(self) -> None:
         """Free what is kept, and close the memory. Idempotent."""
         self.copy_plans.clear()
         self.assembly.clear()
+        for lent in self.lent:
+            lent.forget()
+        self.lent.clear()
         if self.registered is not None:
             self.registered.forget()
         self.kept.close()
@@ -318,30 +418,44 @@ class IncomingTransfer:
             )
 
     def _through_ring(self, load_target: LoadTarget) -> None:
-        feeder = self._feeder(load_target) if load_target.memory is None else None
-        copy_plans = None if feeder else self._compile(load_target, ring=True)
+        if load_target.memory is None:
+            self._through_hook(load_target)
+            return
+        copy_plans = self._compile(load_target, ring=True)
         for j, chunk in enumerate(self._layout.chunks):
             self._check()
             bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected = self._expected_of(j, len(units))
-            if feeder:
-                buffer = self._opened.buckets[bucket]
-                self._compare(
-                    units, feeder.fingerprints(chunk, buffer, verify=self._info.verify), expected
-                )
-                self._reader.check_current(j)
-                self._refuse_wrong()
-                self._context.mark_dirty()
-                feeder.deliver(chunk, buffer)
-            elif copy_plans:
-                self._context.mark_dirty()
-                self._run(copy_plans[j], units, expected)
-                self._add_up(self._opened.buckets[bucket], chunk)
+            self._context.mark_dirty()
+            self._run(copy_plans[j], units, expected)
+            self._add_up(self._opened.buckets[bucket], chunk)
             self._reader.release(j)
-        if feeder:
-            self._context.mark_dirty()  # where all tensors are empty, no chunk has called it
-            feeder.finish()
+
+    def _through_hook(self, load_target: LoadTarget) -> None:
+        """Pass the chunks of the ring to a hook."""
+        verify, lent = self._info.verify, self._lent(load_target)
+        feeder = self._feeder(load_target, lent)
+        buckets = self._opened.buckets if lent is None else lent.buckets
+        for j, chunk in enumerate(self._layout.chunks):
+            self._check()
+            bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
+            units = self._layout.units[chunk.first_unit : chunk.last_unit]
+            expected, buffer = self._expected_of(j, len(units)), buckets[bucket]
+            if lent is not None and not verify:
+                lent.restore_written([buffer])
+            got = feeder.fingerprints(chunk, buffer, verify=verify)
+            if got != expected and lent is not None and lent.restore([buffer]):
+                # A hook wrote where torch does not count it: through NumPy, or `.data`.
+                got = feeder.fingerprints(chunk, buffer, verify=verify)
+            self._compare(units, got, expected)
+            self._reader.check_current(j)
+            self._refuse_wrong()
+            self._context.mark_dirty()
+            feeder.deliver(j, buffer)
+            self._reader.release(j)
+        self._context.mark_dirty()  # where all tensors are empty, no chunk has called it
+        feeder.finish()
 
     def _from_storages(self, load_target: LoadTarget) -> None:
         registered = self._opened.registered
@@ -351,13 +465,20 @@ class IncomingTransfer:
             )
         self._check()
         if load_target.memory is None:
-            feeder = self._feeder(load_target)
+            lent = self._lent(load_target)
+            given = registered if lent is None else lent.registered
+            assert given is not None
+            feeder = HookFeeder(self._layout, load_target, self._context, lent=lent)
             if self._info.verify:
-                got = self._each(self._read_in_place(registered))
-                self._compare(self._layout.units, got, self._published_table())
+                got, expected = self._each(self._read_in_place(given)), self._published_table()
+                if got != expected and lent is not None and lent.restore(given.tensors):
+                    got = [f for plan in self._read_in_place(given) for f in plan.run()]  # as above
+                self._compare(self._layout.units, got, expected)
+            elif lent is not None:
+                lent.restore_written(given.tensors)
             self._refuse_wrong()
             self._context.mark_dirty()
-            feeder.deliver_whole(registered)
+            feeder.deliver_whole(given)
         else:
             self._context.mark_dirty()
             copy_plans = self._compile(load_target, ring=False)
@@ -375,15 +496,21 @@ class IncomingTransfer:
             lines = bucket[: chunk.stop - chunk.start]
             self._lines_total = self._lines_total + total_of(lines, chunk.start // LINE) & MASK
 
-    def _feeder(self, load_target: LoadTarget) -> HookFeeder:
-        """Return the feeder of a hook, with memory for large tensors allocated."""
-        place = None
-        if nbytes := self._layout.largest_cut_nbytes:
+    def _lent(self, load_target: LoadTarget) -> Lent | None:
+        """Return the memory that a hook may write to; None where none of the user's gets it."""
+        lends = self._context.lends_views and load_target.users_own
+        return self._opened.lend() if lends else None
+
+    def _feeder(self, load_target: LoadTarget, lent: Lent | None) -> HookFeeder:
+        """Return the feeder of a hook, with memory for tensors that wait."""
+        layout, opened, memory = self._layout, self._opened, None
+        plan = opened.delivery(layout, load_target.together)
+        if plan.nbytes:
             # Memory is kept for the model only: other tensors may be larger than all of its own.
-            kept = nbytes <= self._opened.chunked.largest_cut_nbytes
-            assembly = self._opened.assembly if kept else Assembly()
-            place = assembly.take(nbytes, self._opened.buckets[0].device)
-        return HookFeeder(self._layout, load_target, self._context, place)
+            kept = layout is opened.chunked or plan.nbytes <= opened.assembly.nbytes
+            assembly = opened.assembly if kept else Assembly()
+            memory = assembly.take(plan.nbytes, opened.buckets[0].device)
+        return HookFeeder(layout, load_target, self._context, plan=plan, memory=memory, lent=lent)
 
     def _each(self, copy_plans: Sequence[CopyPlan]) -> list[int]:
         """Run the plans of registered memory, and publish the progress for the sender."""
