@@ -22,7 +22,7 @@ from weightsync.specs import Manifest
 from weightsync.tracebacks import concise
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
 from weightsync.update.fetch_client import fetch_from, fetch_from_first
-from weightsync.update.gate import OnHold, OnRelease
+from weightsync.update.gate import OnCommit, OnHold, OnRelease
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.update.senders import Senders, check_protocol, installed_backend
@@ -78,7 +78,12 @@ class WeightReceiver:
     - `manifest`: declares the tensors that a hook wants.
     - `on_pause`: called with the mode when generation has to pause.
     - `on_resume`: called when it may go on.
-    - `on_clear_cache`: called when caches of older weights have to be dropped.
+    - `on_commit`: called with the new version inside of each commit: the new weights are in use,
+      and no decode step runs. It derives what depends on the weights (buffers, fused copies). If it
+      raises, nothing is committed; see below.
+    - `on_clear_cache`: called when caches of older weights have to be dropped: by
+      `reset_prefix_cache`, and in a commit after `on_commit`, unless the message that finishes the
+      update keeps caches (`clear_cache=False`).
     - `on_hold`: called with `timeout_s` before the weights in use are overwritten. It may block
       until no decode step runs, or raise to abort the update. For programs that generate in another
       process and do not use `reading`.
@@ -86,6 +91,14 @@ class WeightReceiver:
       over and its outcome is visible.
     - `lease_s`: the longest time that an update may make no progress.
     - `version`: the version of the weights in use.
+
+    Where `on_commit` raises, a staged module gets its former weights back, `on_commit` is called
+    once more, with the former version, and the receiver goes on with that. It is TORN where that
+    fails too, and where the former weights are gone: in place, after a hook, or without memory for
+    a copy of tensors that are copied over. The next update heals it. `reading()` inside of
+    `on_commit` raises NotReadyError.
+
+    A hook may write to the tensors that it is given; see HookSink.
 
     Every method is thread-safe. Raises ConfigError for an unsupported sink, and where a HookSink
     with `load_patches` is to be `in_place`.
@@ -99,6 +112,7 @@ class WeightReceiver:
         manifest: Manifest | None = None,
         on_pause: Callable[[str], None] | None = None,
         on_resume: Callable[[], None] | None = None,
+        on_commit: OnCommit | None = None,
         on_clear_cache: Callable[[], None] | None = None,
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
@@ -120,6 +134,7 @@ class WeightReceiver:
             lease_s=lease_s,
             version=version,
             clear_cache=on_clear_cache,
+            on_commit=on_commit,
             on_hold=on_hold,
             on_release=on_release,
         )

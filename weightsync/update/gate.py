@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 2e-4
 OnHold = Callable[[float], None]
 OnRelease = Callable[[], None]
+OnCommit = Callable[[int], object]
 
 
 def _here() -> frozenset[object]:

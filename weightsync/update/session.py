@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from weightsync.errors import (
 from weightsync.interpreter_exit import TorchCalls
 from weightsync.profiling import scope
 from weightsync.specs import Manifest
-from weightsync.update.gate import OnHold, OnRelease, ReadWriteGate
+from weightsync.update.gate import OnCommit, OnHold, OnRelease, ReadWriteGate
 from weightsync.update.history import FleetRecord, UpdateTable
 from weightsync.update.incoming import IncomingUpdate, LoadTargets
 from weightsync.update.lifecycle import (
@@ -85,7 +85,7 @@ class ReceiverSession:
     that gives signs of life, the limit is _MAX_LEASES times as long.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the hooks of WeightReceiver, each with a default
         self,
         sink: WeightSink,
         senders: Senders,
@@ -94,6 +94,7 @@ class ReceiverSession:
         lease_s: float,
         version: int = 0,
         clear_cache: Callable[[], None] | None = None,
+        on_commit: OnCommit | None = None,
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
     ) -> None:
@@ -113,6 +114,7 @@ class ReceiverSession:
         self._closed = False
         self._claims = FleetClaims(self.lifecycle, senders, lease_s)
         self._clear_cache = clear_cache
+        self._on_commit = on_commit
         self._lease_s = lease_s
         self._incoming: IncomingUpdate | None = None
         self.starts = 0
@@ -562,6 +564,8 @@ class ReceiverSession:
             incoming.committing = True
         if not self.gate.held:
             self.gate.hold(self._patience_s(incoming.sender))
+        before = self.lifecycle.dirty
+        undos = [t.undo() for t in incoming.load_targets] if self._on_commit and not before else []
         if incoming.load_targets:
             with self.lock:
                 # From here on a failure leaves the sink between two versions.
@@ -571,6 +575,12 @@ class ReceiverSession:
         # The streams of generation do not wait for this thread's; they continue when the gate is
         # released.
         wait_for(self.sink.gpus)
+        if self._on_commit is not None:
+            try:
+                self._call_on_commit(self.lifecycle.next_version)
+            except BaseException:
+                self._undo(undos, incoming)
+                raise
         # Before the commit: new weights with a stale cache are not one complete version.
         if request.clear_cache and self._clear_cache is not None:
             with users_code("on_clear_cache"):
@@ -586,6 +596,34 @@ class ReceiverSession:
                 self.lifecycle.label = request.weight_version
             self._incoming = None  # at once: the next start may come before this step ends
             return self.lifecycle.state
+
+    def _call_on_commit(self, version: int) -> None:
+        """Have the user's code derive from the weights what depends on them."""
+        if self._on_commit is not None:
+            with users_code("on_commit"):
+                self._on_commit(version)
+            wait_for(self.sink.gpus)
+
+    def _undo(self, undos: Sequence[Callable[[], None] | None], incoming: IncomingUpdate) -> None:
+        """Put the former weights back, after `on_commit` failed; the receiver is not dirty then.
+
+        It stays dirty where they were not kept, or where `on_commit` fails with them as well:
+        what it derives may be of the new weights.
+        """
+        if len(undos) != len(incoming.load_targets) or None in undos:
+            return
+        try:
+            for undo in reversed(undos):
+                if undo is not None:
+                    undo()
+            wait_for(self.sink.gpus)
+            if not self.lifecycle.torn_by:
+                self._call_on_commit(self.lifecycle.version)
+        except Exception:
+            logger.exception("on_commit failed, and so did the return to the former weights")
+            return
+        with self.lock:
+            self.lifecycle.dirty = False
 
     def _give_up(self, incoming: IncomingUpdate) -> None:
         """Return to READY(v), or enter TORN. Called in a step; ignores an update that has ended."""

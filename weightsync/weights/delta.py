@@ -616,6 +616,9 @@ class DeltaTarget(LoadTarget):
         self.result()
         self.target.validate()
 
+    def undo(self) -> Callable[[], None] | None:
+        return self.target.undo()
+
     def commit(self) -> None:
         self.target.commit()
         self.named = self.target.named

@@ -753,6 +753,20 @@ class _PointerTarget(_StagedTarget):
     def memory(self) -> Memory:  # type: ignore[override]  # two memories in turn, read-only here
         return self._arenas[self._spare].memory
 
+    def undo(self) -> Callable[[], None] | None:
+        put_back = self._arenas[self._spare].undo()
+        if put_back is None:
+            return None
+
+        def undo() -> None:
+            with self._sink.lock:
+                put_back()
+                self._sink.settled()
+            self._spare = 1 - self._spare
+            self._stamps = self._behind = None  # the next update sends the whole model
+
+        return undo
+
     def commit(self) -> None:
         with self._sink.lock:  # another thread may inspect the module
             self._arenas[self._spare].point()
@@ -831,6 +845,18 @@ class _Arena:
         for tensor, view in self._plain:
             tensor.data = view
 
+    def undo(self) -> Callable[[], None] | None:
+        """Keep what `point` replaces, and return what puts it back; None without room."""
+        former = [(tensor, tensor.data) for tensor, _ in self._plain]
+        copied = _copies_of(tensor for tensor, _ in self._other)
+
+        def undo() -> None:
+            for tensor, data in former:
+                tensor.data = data
+            _copy_back(copied or ())
+
+        return None if copied is None else undo
+
     def point(self) -> None:
         """Make the module use this arena: set pointers, and copy to tensors that cannot move."""
         for tensor, view in self._plain:
@@ -838,6 +864,25 @@ class _Arena:
         with torch.no_grad():
             for tensor, view in self._other:
                 tensor.copy_(view)
+
+
+def _copies_of(
+    tensors: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return each tensor with a copy of it, None where memory has no room for the copies."""
+    listed = [tensor.detach() for tensor in tensors]
+    sizes: dict[torch.device, int] = {}
+    for tensor in listed:
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
+    if not all(arena.fits(nbytes, device) for device, nbytes in sizes.items()):
+        return None
+    return [(tensor, tensor.clone()) for tensor in listed]
+
+
+def _copy_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, copy in copies:
+            tensor.copy_(copy)
 
 
 def _users(tensor: torch.Tensor) -> int:
@@ -875,11 +920,23 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
         return self.is_current
 
     def assign(self, destinations: Destinations) -> None:
-        self._copies = PairCopies(
+        pairs = [
             (tensor, from_bytes(flat, destination.spec))
             for destination, flat in zip(destinations.tensors, self._arena.tensors, strict=True)
             for tensor in destination.targets
-        )
+        ]
+        self._copies = PairCopies(pairs)
+        self._targets = [tensor for tensor, _ in pairs]
+
+    def undo(self) -> Callable[[], None] | None:
+        copies = _copies_of(self._targets)
+
+        def undo() -> None:
+            _copy_back(copies or ())
+            self.holds_commit(False)
+            self._stamps = None
+
+        return None if copies is None else undo
 
     def commit(self) -> None:
         self.holds_commit()

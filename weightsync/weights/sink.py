@@ -149,6 +149,13 @@ class LoadTarget(ABC):
     def validate(self) -> None:
         """Check the update after its last byte, before `commit`. Raises an error to refuse it."""
 
+    def undo(self) -> Callable[[], None] | None:
+        """Keep the weights in use, and return what puts them back after `commit`; None: nothing.
+
+        Called before `commit`, where the user's `on_commit` may refuse it.
+        """
+        return None
+
     @abstractmethod
     def commit(self) -> None:
         """Put the weights to use. No decode step runs meanwhile; an error leaves the receiver TORN.
