@@ -226,6 +226,19 @@ def test_a_staged_hook_may_write_as_well() -> None:
         assert not receiver.status().fetchable
 
 
+@pytest.mark.parametrize("write", WRITES[1:3], ids=lambda write: write.__name__)
+def test_what_a_staged_hook_wrote_is_not_fetched(write: Callable[[torch.Tensor], None]) -> None:
+    """Though torch did not count it: the arena is not a copy of the weights any more."""
+    model = Model()
+    receiver = ws.WeightReceiver(Writer(write), apply="staged")
+    to: Any = receiver.handle
+    with closing(receiver), ws.connect(model, to=to) as sender:
+        sender.send_weights()
+        assert not receiver.status().fetchable
+        with pytest.raises(ws.ConfigError, match="keeps no whole copy"):
+            ws.fetch(to=Model(), sources=to)
+
+
 class Fuses:
     """Loads the layers of which it is given q, k and v in one call, as one tensor."""
 

@@ -157,7 +157,8 @@ class TestInOneProcess:
         for free, wanted in ((1 << 40, "staged"), (1, "in_place")):
             monkeypatch.setattr("weightsync.weights.arena.available", lambda _, free=free: free)
             receiver = ws.WeightReceiver(Recorder())
-            with ws.connect(nn.Linear(64, 64), to=receiver.handle) as sender:
+            parts = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # in place, one at a time
+            with ws.connect(parts, to=receiver.handle) as sender:
                 report = sender.send_weights()
                 (said,) = report.receivers
                 assert (report.apply, said.apply) == (wanted, wanted)

@@ -92,17 +92,16 @@ def test_it_runs_in_each_commit(apply: ApplyChoice, delta: Any, through: str) ->
 
 
 def test_the_order_swap_then_on_commit_then_the_cache_while_nobody_reads() -> None:
-    served, seen = Model(), []
-    source = trained(1.0)
+    served, source = Model(), trained(1.0)
+    seen: list[object] = []
 
     def on_commit(version: int) -> None:
         with ThreadPoolExecutor(1) as pool:
             kept_out = pool.submit(is_kept_out, receiver).result(WAIT_S)
         with pytest.raises(ws.NotReadyError):
             receiver.reading().__enter__()
-        seen.append(
-            ("commit", version, receiver.version, float(served.weight.detach()[0, 0]), kept_out)
-        )
+        weight = float(served.weight.detach()[0, 0])
+        seen.append(("commit", version, receiver.version, weight, kept_out))
 
     receiver = ws.WeightReceiver(
         served, on_commit=on_commit, on_clear_cache=lambda: seen.append("cache")

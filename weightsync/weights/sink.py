@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from weightsync.specs import Manifest, ManifestDifference, compare, find_widened
 from weightsync.tensors import from_bytes
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout, layer_of
+from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned, layer_of
 from weightsync.weights.lines import LineMemory, Marks, touched
 from weightsync.weights.patches import Patches, RecordingLines, SparseWeightPatch
 from weightsync.weights.shard_lines import lines_of
@@ -565,6 +565,35 @@ class _HookTarget(LoadTarget):
         pass
 
 
+class _LineSample:
+    """One line of each tensor of an arena, another one each time.
+
+    Shows writes that torch does not count, through `.data` or NumPy, to a whole tensor.
+    """
+
+    def __init__(self, layout: StreamLayout, buffer: torch.Tensor) -> None:
+        filled = [i for i, spec in enumerate(layout.manifest.specs) if spec.nbytes]
+        nbytes = [aligned(layout.manifest.specs[i].nbytes) for i in filled]
+        self._lines = buffer.view(-1, ALIGNMENT)
+        self._firsts = torch.tensor([layout.offsets[i] for i in filled]) // ALIGNMENT
+        self._counts = torch.tensor(nbytes) // ALIGNMENT
+        self._random = torch.Generator()  # not torch's own, whose numbers the user counts on
+        self._random.seed()
+        self._chosen = self._kept = torch.empty(0, dtype=torch.int64)
+
+    def take(self) -> Self:
+        """Choose lines and keep what they hold; return this."""
+        share = torch.rand(len(self._counts), generator=self._random, dtype=torch.float64)
+        chosen = self._firsts + (share * self._counts).to(torch.int64)
+        self._chosen = chosen.to(self._lines.device)
+        self._kept = self._lines.index_select(0, self._chosen)
+        return self
+
+    def is_unchanged(self) -> bool:
+        """Whether the chosen lines hold what they held."""
+        return torch.equal(self._lines.index_select(0, self._chosen), self._kept)
+
+
 class _StagedHookTarget(ArenaTarget):
     """Keeps the whole stream in an arena; `commit` calls the hook with views of it, or clones.
 
@@ -578,6 +607,7 @@ class _StagedHookTarget(ArenaTarget):
         self._layout = layout
         buffer = arena.allocate(layout.nbytes, sink.device)
         self.memory = Memory.of_stream(layout, buffer)
+        self._sample = _LineSample(layout, buffer)
         self.peak_extra_nbytes = sink.staged_nbytes(layout)
         self._lines: RecordingLines | None = None
 
@@ -615,6 +645,7 @@ class _StagedHookTarget(ArenaTarget):
             for spec, (name, flat) in zip(specs, tensors, strict=True)
         ]
         before = write_counts(tensor for _, tensor in pairs)
+        sampled = self._sample.take()
         self.named = None
         if pairs:
             names = [name for name, _ in pairs]
@@ -622,6 +653,7 @@ class _StagedHookTarget(ArenaTarget):
             self.named = bool(loaded)
             _check_loaded(self._layout.manifest, loaded, names)
         unchanged = before is not None and before == write_counts(t for _, t in pairs)
+        unchanged = unchanged and sampled.is_unchanged()
         pairs.clear()
         if not self._sink.keeps_views:
             refuse_kept(tensors, counts)
