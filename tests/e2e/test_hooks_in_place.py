@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 import weightsync as ws
 from weightsync.shm import segment
 from weightsync.shm.host_keys import host_key
-from weightsync.weights.layout import layer_of
+from weightsync.weights.layout import StreamLayout, layer_of
+from weightsync.weights.sink import Apply, LoadTarget, NamedTensor
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
@@ -123,6 +124,51 @@ class TestWrites:
                 fill(model, 10.0 * step)
                 sender.send_weights()
                 assert hook.holds(model)
+
+
+class KeepsCopies(ws.WeightSink):
+    """A sink of the user's, which is given views though it says that it keeps what it is given."""
+
+    keeps_views = True
+
+    def __init__(self, write: Callable[[torch.Tensor], None]) -> None:
+        self.writer = Writer(write)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def staged_nbytes(self, layout: StreamLayout) -> int:
+        return layout.nbytes
+
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
+        return Loads(self.writer)
+
+
+class Loads(LoadTarget):
+    in_place = True
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        self.writer(pairs)
+
+    def commit(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_a_sink_of_the_users(write: Callable[[torch.Tensor], None], packed: bool) -> None:
+    sink, model = KeepsCopies(write), Model()
+    receiver = ws.WeightReceiver(sink, apply="in_place")
+    to: Any = receiver.handle
+    with closing(receiver), ws.connect(model, to=to, packed=packed, bucket_nbytes=640) as sender:
+        for step in range(3):
+            fill(model, 10.0 * step)
+            sender.send_weights()
+            assert sink.writer.holds(model)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)

@@ -48,7 +48,7 @@ def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) 
         layout = StreamLayout(manifest)
         load_target = context.open_target(layout)
         context.mark_dirty()
-        if load_target.memory is None and context.lends_views:
+        if load_target.memory is None:
             chosen = [places[i] for i in kept]  # a hook may write to what it is given
             tensors = [opened[key].part(start, n, private=True) for key, start, n in chosen]
         memory = Memory(tensors)

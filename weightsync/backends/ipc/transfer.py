@@ -217,7 +217,7 @@ class HookFeeder:
 
     def _watched(self, indices: Sequence[int], passed: Sequence[NamedTensor]) -> list[NamedTensor]:
         """Return those of the tensors that are the sender's memory, and may be written to."""
-        if not (self._lends and self._load_target.users_own):
+        if not self._load_target.users_own:
             return []
         kept = self._plan.kept if self._plan is not None else {}
         return [pair for i, pair in zip(indices, passed, strict=True) if i not in kept]
@@ -498,8 +498,7 @@ class IncomingTransfer:
 
     def _lent(self, load_target: LoadTarget) -> Lent | None:
         """Return the memory that a hook may write to; None where none of the user's gets it."""
-        lends = self._context.lends_views and load_target.users_own
-        return self._opened.lend() if lends else None
+        return self._opened.lend() if load_target.users_own else None
 
     def _feeder(self, load_target: LoadTarget, lent: Lent | None) -> HookFeeder:
         """Return the feeder of a hook, with memory for tensors that wait."""
