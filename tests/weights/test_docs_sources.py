@@ -21,6 +21,7 @@ from weightsync.weights.source import as_source
 Tensors = dict[str, torch.Tensor]
 ADAPTERS = "A model with adapters"
 EXPERTS = "A mixture of experts"
+DERIVED = "What is not sent"
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
 FOUND = re.findall(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
@@ -106,8 +107,29 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS}
+    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS, DERIVED}
     assert PAGE.read_text().count("```python") == len(EXAMPLES)
+
+
+class Scaled(nn.Linear):
+    scale_of_weight: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("scale_of_weight", torch.zeros(()), persistent=False)
+
+
+@pytest.mark.usefixtures("shm_clean")
+def test_what_is_not_sent_is_derived() -> None:
+    server, model = nn.Module(), nn.Module()
+    server.layers, model.layers = nn.ModuleList([Scaled()]), nn.ModuleList([Scaled()])
+    receiver = run(DERIVED, model, ws=ws, server_model=server)["receiver"]
+    with torch.no_grad():
+        next(model.parameters()).fill_(-4.0)
+    with ws.connect(model, to=receiver.handle) as sender:
+        sender.send_weights()
+    assert server.layers[0].scale_of_weight == 4
+    receiver.close()
 
 
 @pytest.mark.usefixtures("shm_clean")
