@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.cli.running import answer_of, weightsync
 from tests.test_report import report
 from weightsync.cli.figures import counted, parts_of
 from weightsync.cli.output import USAGE
-from weightsync.cli.plot import draw, read_reports
+from weightsync.cli.plot import Delta, draw, read_reports
 
 
 @pytest.fixture
@@ -49,6 +50,13 @@ def test_what_is_drawn_is_what_the_reports_say(run: Path) -> None:
     assert list(speed.get_lines()[0].get_ydata()) == pytest.approx([4, 8, 8])
     assert list(stall.get_lines()[0].get_ydata()) == pytest.approx([2, 2, 2])
     assert "3 updates, versions 1 to 7; verified: held" in {t.get_text() for t in figure.texts}
+
+
+def test_deltas_are_told_from_whole_models(run: Path) -> None:
+    reports = read_reports(run)
+    deltas = [structs.replace(one, delta=Delta(sent=i > 0)) for i, one in enumerate(reports)]
+    (note,) = {t.get_text() for t in draw(deltas).texts if "verified" in t.get_text()}
+    assert note.endswith("verified: held (of 2 deltas what changed)")
 
 
 @pytest.mark.parametrize(

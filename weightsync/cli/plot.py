@@ -17,6 +17,12 @@ Number = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
 """Above any second, speed or version, and small enough for matplotlib to draw axes."""
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """The field of a DeltaReport that is shown."""
+
+    sent: bool = False
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a SyncReport that are drawn."""
 
@@ -25,6 +31,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: Number
     seconds: dict[str, Number]
     verified: str = ""
+    delta: Delta | None = None
 
 
 _DECODER = msgspec.json.Decoder(Report)
@@ -81,6 +88,8 @@ def draw(reports: list[Report]) -> Figure:
     verified = counted(report.verified for report in reports if report.verified)
     note = f"{len(reports)} updates, versions {_versions(reports)}"
     note += f"; verified: {verified}" if verified else ""
+    deltas = sum(report.delta is not None and report.delta.sent for report in reports)
+    note += f" (of {deltas} deltas what changed)" if verified and deltas else ""
     figure, (parts, speed, stall) = panels("Updates of a run", note, 3)
     at = list(range(1, len(reports) + 1))
     stack(parts, at, [report.seconds for report in reports])

@@ -369,7 +369,7 @@ def _lines(found: ServerStatus) -> Iterator[Text]:
         label = f" ({held.label})" if held.label else ""
         prepared = f", version {held.prepared_version} prepared" if held.prepared_version else ""
         yield Text(f"  version   {held.version}{label}{prepared}")
-        yield Text(f"  applies   {held.apply}, verifies {held.verification}")
+        yield Text(f"  applies   {held.apply}, verifies up to: {held.verification}")
         yield Text(f"  path      {paths_of(held)}; {', '.join(held.device_keys)}")
         yield from _update_lines(found.updates)
         yield Text(f"  memory    {_memory(held.shared_memory)}")
