@@ -17,6 +17,7 @@ from tests import children
 from tests.docs.pages import blocks
 from weightsync.backends import registry
 from weightsync.backends.base import Backend
+from weightsync.backends.ipc.lending import Lent
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.ipc.transfer import IncomingTransfer
 from weightsync.backends.nixl.carrier import NixlCarrier
@@ -56,7 +57,10 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         seen = [tensor.clone() for tensor in transfer._opened.registered.tensors]
         seen[0][5] ^= 1
         memory = Memory(seen)
-        transfer._opened = dataclasses.replace(transfer._opened, registered=memory, copy_plans={})
+        lent = Lent([], memory, ())  # what a hook is given
+        transfer._opened = dataclasses.replace(
+            transfer._opened, registered=memory, copy_plans={}, lent=[lent]
+        )
         genuine(transfer, load_target)
 
     monkeypatch.setattr(IncomingTransfer, "_from_storages", from_storages)
