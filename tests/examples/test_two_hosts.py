@@ -71,7 +71,7 @@ def test_three_updates_arrive_on_the_other_host(script: subprocess.Popen[str]) -
     stdout, stderr = script.communicate(timeout=WHOLE_S)
     assert script.returncode == 0, stderr
     lines = stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines if " MB in " in line] == [
+    assert [line.partition(" in ")[0] for line in lines if " MB in " in line] == [
         "version 1",
         "version 2",
         "version 3",
