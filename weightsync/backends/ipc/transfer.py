@@ -225,7 +225,7 @@ class HookFeeder:
     def _tensor_for_hook(self, spec: TensorSpec, flat: torch.Tensor | None) -> torch.Tensor:
         if flat is None:
             flat = torch.empty(0, dtype=torch.uint8)
-        elif flat.device.type == "cpu":
+        elif flat.device.type == "cpu" and flat.numel():
             # A separate storage for each tensor, so that its use count identifies the tensor.
             flat = own_storage(flat)
         elif flat.storage_offset() % TORCH_DTYPES[spec.dtype].itemsize:
