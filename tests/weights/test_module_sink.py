@@ -82,6 +82,23 @@ def test_update_after_update(way: Way, tied: bool) -> None:
     assert all(parameters[name] is p for name, p in module.named_parameters())
 
 
+@every_way
+def test_conjugate_and_negative_views(way: Way) -> None:
+    module = nn.Module()
+    flat = torch.zeros(4, dtype=torch.complex64)
+    module.plain = nn.Parameter(torch.zeros(3))
+    module.conjugate = nn.Parameter(flat.conj())
+    module.negative = nn.Parameter(torch.zeros(4, dtype=torch.complex64).conj().imag)
+    sink = sink_of(module, way)
+    load_target = open_target(sink, manifest_of(sink), way)
+    sent = [torch.arange(3.0), torch.tensor([1 + 2j, 3 - 4j, 5j, 6]), torch.arange(4.0)]
+    deliver(load_target, sent)
+    assert module.conjugate.is_conj()
+    assert module.negative.is_neg()
+    for held, want in zip(module.parameters(), sent, strict=True):
+        assert torch.equal(held, want)
+
+
 @pytest.mark.parametrize("way", ["pointer", "copy"])
 def test_staged_weights_are_unseen_until_commit_and_after_discard(way: Way) -> None:
     module = Model()

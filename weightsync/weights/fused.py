@@ -319,6 +319,10 @@ class PairCopies:
             self._batch = Batch([unit], kernel, mixes=False)
             self._written = [target for target in targets if not target.is_inference()]
             ends = [pair for pair in ends if not all(map(_is_piece, pair))]
+        # torch's copy of lists takes no target that is a lazy conjugation or negation.
+        self._views = [pair for pair in ends if pair[0].is_conj() or pair[0].is_neg()]
+        if self._views:
+            ends = [pair for pair in ends if not (pair[0].is_conj() or pair[0].is_neg())]
         self._rest = [target for target, _ in ends], [source for _, source in ends]
 
     def enqueue(self) -> None:
@@ -330,10 +334,14 @@ class PairCopies:
         if self._rest[0]:
             with torch.no_grad():
                 torch._foreach_copy_(*self._rest)
+        with torch.no_grad():
+            for target, source in self._views:
+                target.copy_(source)
 
 
 def _is_piece(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_contiguous() and not tensor.dtype.is_floating_point
+    flat = tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_conj()
+    return flat and not tensor.dtype.is_floating_point
 
 
 def bucket_reader(
