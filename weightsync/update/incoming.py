@@ -33,6 +33,7 @@ from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import LineMemory
 from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.spot_check import SpotCheck, TensorPlaces
+from weightsync.weights.tensor_kinds import check_agreement
 from weightsync.wire.messages import DeltaForm, StepReply
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,8 @@ class IncomingUpdate:
         """
         for load_target in self.load_targets:
             load_target.validate()
+        # Of all messages together: one may overwrite what another one wrote.
+        check_agreement([each for target in self.load_targets for each in target.shared()])
         self._check_ties(sink)
         announced = self.manifest_digest
         if announced is not None and len(self.manifests) == 1 and not self.partial:

@@ -54,6 +54,7 @@ from weightsync.weights.lines import (
 )
 from weightsync.weights.sink import LoadTarget, NamedTensor
 from weightsync.weights.source import WeightSource
+from weightsync.weights.tensor_kinds import Shared
 from weightsync.wire.messages import DeltaTerms
 
 KEPT_VERSIONS = 8
@@ -615,6 +616,9 @@ class DeltaTarget(LoadTarget):
     def validate(self) -> None:
         self.result()
         self.target.validate()
+
+    def shared(self) -> Sequence[Shared]:
+        return self.target.shared()
 
     def undo(self) -> Callable[[], None] | None:
         return self.target.undo()

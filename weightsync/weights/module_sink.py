@@ -62,7 +62,9 @@ from weightsync.weights.sink import (
     write_counts,
 )
 from weightsync.weights.tensor_kinds import (
+    Shared,
     check_writable,
+    find_sharing,
     lacks_memory,
     overlaps,
     states_beside,
@@ -229,7 +231,8 @@ def identity(tensor: torch.Tensor) -> object:
     address = address_of(tensor) if plain and not tensor.is_nested else 0
     if not address or not tensor.numel():
         return id(tensor)
-    return address, tensor.dtype, tensor.shape, tensor.stride()
+    flags = tensor.is_conj(), tensor.is_neg()  # a conjugate view has other values
+    return address, tensor.dtype, tensor.shape, tensor.stride(), flags
 
 
 Swap = Literal["auto", "pointer", "copy"]
@@ -324,6 +327,7 @@ class ModuleSink(WeightSink):
         self.swap = self._choose_swap() if swap == "auto" else swap
         self._generation = 0
         self.settled()
+        self._sharing = self._find_sharing()
         self._alone = self._find_alone({})
         with _fork:
             _sinks.add(self)
@@ -411,6 +415,7 @@ class ModuleSink(WeightSink):
             alone = {id(t): address for t, address in known if self.is_alone(t)}
             self._described = self._describe()
             self._generation += 1
+            self._sharing = self._find_sharing()
             self._alone = self._find_alone(alone)
             self.settled()
 
@@ -426,6 +431,19 @@ class ModuleSink(WeightSink):
         weights. Such parameters are copied over instead.
         """
         return id(tensor) in self._alone
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `is_sharing` is true of any tensor."""
+        return bool(self._sharing)
+
+    def is_sharing(self, tensor: torch.Tensor) -> bool:
+        """Whether another tensor, not tied to `tensor`, reaches into its memory.
+
+        Each update is to have values for them that agree (`LoadTarget.shared`). They are written by
+        copies, so that they go on sharing memory.
+        """
+        return id(tensor) in self._sharing
 
     @_locked
     def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
@@ -561,6 +579,16 @@ class ModuleSink(WeightSink):
         specs = tuple(spec_of(name, tensor) for name, tensor in found)
         return Manifest(specs, self._found.aliases)
 
+    def _find_sharing(self) -> set[int]:
+        """Return the ids of tensors of which another one shares memory without being tied."""
+        tied = self._found.tied
+        return {
+            id(tensor)
+            for group in find_sharing(self._held)
+            for i in group
+            for tensor in (self._held[i], *map(local_of, tied.get(i, [])), *tied.get(i, []))
+        }
+
     def _find_alone(self, known: Mapping[int, int]) -> set[int]:
         """Return the ids of tensors whose memory has no other user.
 
@@ -579,7 +607,7 @@ class ModuleSink(WeightSink):
                 tensor, others=len(tied)
             ):
                 alone.update(map(id, [tensor, *tied]))
-        return alone
+        return alone - self._sharing  # not counted, where both have a storage of their own
 
     def _choose_swap(self) -> Swap:
         compiled = any(map(_COMPILED, self._found.modules)) or self._found.wrapped
@@ -636,10 +664,29 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 class _ModuleTarget(LoadTarget):
     """A load target that detects that other code has changed the module since `generation`."""
 
-    def __init__(self, sink: ModuleSink, generation: int) -> None:
+    def __init__(self, sink: ModuleSink, generation: int, destinations: Destinations) -> None:
         self._sink = sink
         self._generation = generation
         self._stamps: list[int] | None = None
+        self._note_sharing(destinations)
+
+    def _note_sharing(self, destinations: Destinations) -> None:
+        listed = enumerate(destinations.tensors if self._sink.shares_memory else ())
+        self._sharing = [
+            (i, destination.spec, tensor)
+            for i, destination in listed
+            for tensor in destination.targets
+            if self._sink.is_sharing(tensor)
+        ]
+
+    def shared(self) -> Sequence[Shared]:
+        if not self._sharing or self.memory is None:
+            return ()
+        parts = self.memory.tensors
+        return [
+            Shared(spec.name, tensor, from_bytes(parts[i], spec))
+            for i, spec, tensor in self._sharing
+        ]
 
     def note_commit(self) -> None:
         """Note that the module holds the bytes of this target from now on."""
@@ -675,7 +722,7 @@ class _StagedTarget(_ModuleTarget):
     def __init__(
         self, sink: ModuleSink, generation: int, layout: StreamLayout, destinations: Destinations
     ) -> None:
-        super().__init__(sink, generation)
+        super().__init__(sink, generation, destinations)
         self._layout = layout
         # Not the destinations, which would keep tensors that other code has replaced.
         self._specs, self._shares = destinations.specs, destinations.shares
@@ -689,6 +736,7 @@ class _StagedTarget(_ModuleTarget):
         now = self._sink.destinations(self._layout)
         if now.shares != self._shares or now.specs != self._specs:
             raise _moved()
+        self._note_sharing(now)
         self.assign(now)
 
     @abstractmethod
@@ -948,18 +996,21 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
 
 
 class _InPlaceTarget(_ModuleTarget):
-    """The module's own memory; a buffer for each tensor that is strided, cast or not plain."""
+    """The module's own memory; a buffer for each tensor that is strided, cast or not plain.
+
+    Also for tensors that share memory, whose values are compared with each other.
+    """
 
     in_place = True
 
     def __init__(self, sink: ModuleSink, generation: int, destinations: Destinations) -> None:
-        super().__init__(sink, generation)
+        super().__init__(sink, generation, destinations)
         self._copied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         parts: list[torch.Tensor] = []
         for destination in destinations.tensors:
             spec, rest = destination.spec, destination.targets
             first = rest[0].detach()
-            if _takes_bytes(rest[0], spec, first.device):
+            if _takes_bytes(rest[0], spec, first.device) and not sink.is_sharing(rest[0]):
                 parts.append(as_bytes(first))
                 rest = rest[1:]
             else:

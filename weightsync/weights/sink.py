@@ -43,6 +43,7 @@ from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned, layer_of
 from weightsync.weights.lines import LineMemory, Marks, touched
 from weightsync.weights.patches import Patches, RecordingLines, SparseWeightPatch
 from weightsync.weights.shard_lines import lines_of
+from weightsync.weights.tensor_kinds import Shared
 from weightsync.wire.messages import TensorPart
 
 _KEPT_DIFFERENCES = 8
@@ -148,6 +149,13 @@ class LoadTarget(ABC):
 
     def validate(self) -> None:
         """Check the update after its last byte, before `commit`. Raises an error to refuse it."""
+
+    def shared(self) -> Sequence[Shared]:
+        """Return those tensors of the sink that share memory without being tied; rarely any.
+
+        Called after `validate` for all load targets of an update: their values must agree.
+        """
+        return ()
 
     def undo(self) -> Callable[[], None] | None:
         """Keep the weights in use, and return what puts them back after `commit`; None: nothing.

@@ -32,6 +32,7 @@ from weightsync.weights.shards import (
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,
+    find_sharing,
     refusal,
     state_beside,
     states_beside,
@@ -396,6 +397,12 @@ class ModuleSource:
         self._names, self._tensors = names, tensors
         self._dtypes = list(map(_dtype_of, tensors))
         self._sharded = any(map(is_sharded, tensors))
+        # One that is moved into shared memory would leave those that share its memory behind. torch
+        # counts the users of a storage, and these may have storages of their own (`from_numpy`): a
+        # view makes them count.
+        shared = [found.tensors[i] for i in found.tied]
+        shared += [tensors[i] for group in find_sharing(tensors) for i in group]
+        self._staying = [tensor.detach() for tensor in shared]
         self._on_meta = [n for n, t in zip(names, tensors, strict=True) if t.is_meta]
 
     def _mismatch(self, now: Manifest) -> ManifestMismatchError:

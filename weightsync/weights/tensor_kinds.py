@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +16,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from weightsync.errors import ConfigError, ManifestMismatchError, shorten
-from weightsync.tensors import PLAIN_CLASSES, TORCH_DTYPES, address_of, sent_dtype
+from weightsync.errors import ConfigError, ManifestMismatchError, VerificationError, shorten
+from weightsync.tensors import (
+    PLAIN_CLASSES,
+    TORCH_DTYPES,
+    address_of,
+    contiguous_bytes,
+    sent_dtype,
+)
 from weightsync.weights.shards import is_sharded, local_of
 
 logger = logging.getLogger(__name__)
@@ -220,6 +226,99 @@ def overlaps(tensor: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def find_sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the positions of tensors that reach into each other's memory, in groups.
+
+    The spans of their addresses are compared: views whose elements alternate are one group, too.
+    """
+    spans = []
+    for i, tensor in enumerate(tensors):
+        start, end = _span(tensor)
+        if start:
+            spans.append((tensor.device.type, tensor.device.index or 0, start, end, i))
+    groups: list[list[int]] = []
+    group: list[int] = []
+    last: tuple[str, int] | None = None
+    reach = 0
+    for device_type, device, start, end, i in sorted(spans):
+        if last != (device_type, device) or start >= reach:
+            group, reach, last = [], end, (device_type, device)
+        group.append(i)
+        reach = max(reach, end)
+        if len(group) == 2:
+            groups.append(group)
+    return groups
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte and the one after its last; zeros without any."""
+    start = address_of(tensor)
+    if not start or not tensor.numel():
+        return 0, 0
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return start, start + (last + 1) * tensor.element_size()
+
+
+class Shared(NamedTuple):
+    """A tensor of a module that shares memory with another one, and the value for it."""
+
+    name: str
+    tensor: torch.Tensor
+    value: torch.Tensor
+
+
+def check_agreement(listed: Sequence[Shared]) -> None:
+    """Raise VerificationError, naming tensors that share memory and whose values differ there.
+
+    All values are written to memory like that of the module, one after the other, and read again.
+    """
+    tensors = [each.tensor for each in listed]
+    wrong: dict[str, list[str]] = {}
+    for group in find_sharing(tensors):
+        wrong.update(_disagreeing([listed[i] for i in group]))
+    if wrong:
+        pairs = shorten(f"{name} with {', '.join(others)}" for name, others in wrong.items())
+        names = dict.fromkeys(name for pair in wrong.items() for name in (pair[0], *pair[1]))
+        raise VerificationError(
+            "tensors of the receiving module share memory, and cannot hold what was sent, since "
+            f"their values contradict each other there: {pairs}; send values that agree, or give "
+            "each of them memory of its own before WeightReceiver is made",
+            names=list(names),
+        )
+
+
+def _disagreeing(group: Sequence[Shared]) -> dict[str, list[str]]:
+    """Return the tensors of a group that would be overwritten, and those that share memory."""
+    spans = [_span(each.tensor) for each in group]
+    base, end = min(start for start, _ in spans), max(end for _, end in spans)
+    memory = torch.empty(end - base, dtype=torch.uint8, device=group[0].tensor.device)
+    written = []
+    for (_, tensor, value), (start, _) in zip(group, spans, strict=True):
+        width = tensor.element_size()
+        strides = [stride * width for stride in tensor.stride()]
+        # In bytes, since tensors that share memory may have different dtypes.
+        place = memory.as_strided((*tensor.shape, width), (*strides, 1), start - base)
+        stored = value.to(tensor.device, tensor.dtype)  # as `copy_` stores it
+        stored = stored.conj() if tensor.is_conj() else stored
+        stored = stored.neg() if tensor.is_neg() else stored
+        place.copy_(contiguous_bytes(stored).view(place.shape))
+        written.append((place, stored))
+    wrong: dict[str, list[str]] = {}
+    for i, (place, stored) in enumerate(written):
+        if not torch.equal(place, contiguous_bytes(stored).view(place.shape)):
+            start, end = spans[i]
+            others = {
+                each.name: None
+                for each, (begin, until) in zip(group, spans, strict=True)
+                if each.name != group[i].name and begin < end and start < until
+            }
+            wrong[group[i].name] = list(others)
+    return wrong
 
 
 def _exceeds_storage(tensor: torch.Tensor) -> bool:
