@@ -224,6 +224,17 @@ def _holds(found: Any, held: torch.Tensor | nn.Module | None) -> bool:
     return local is not None and (found is None or found.data_ptr() == local.data_ptr())
 
 
+def _lazily(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether torch conjugates, and whether it negates what it reads of the tensor's memory.
+
+    Negated are complex tensors, and imaginary parts, whose elements do not follow each other. Other
+    tensors are not asked: both calls let other threads run, in each of thousands of tensors.
+    """
+    if tensor.is_contiguous() and tensor.numel() > 1 and not tensor.dtype.is_complex:
+        return False, False
+    return tensor.is_conj(), tensor.is_neg()
+
+
 def identity(tensor: torch.Tensor) -> object:
     """Return a key, equal for tied tensors: one object, or equal views of the same memory."""
     plain = type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided
@@ -231,8 +242,7 @@ def identity(tensor: torch.Tensor) -> object:
     address = address_of(tensor) if plain and not tensor.is_nested else 0
     if not address or not tensor.numel():
         return id(tensor)
-    flags = tensor.is_conj(), tensor.is_neg()  # a conjugate view has other values
-    return address, tensor.dtype, tensor.shape, tensor.stride(), flags
+    return address, tensor.dtype, tensor.shape, tensor.stride(), _lazily(tensor)
 
 
 Swap = Literal["auto", "pointer", "copy"]
