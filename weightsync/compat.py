@@ -188,9 +188,15 @@ class IPCWeightTransferEngine:
         also a ValueError, with the devices offered, if this process has none of them, and
         TransferError if `load_weights` kept a tensor.
         """
-        # A struct that a user made of plain data has plain dicts in the place of handles.
-        plain = msgspec.to_builtins(update_info)
-        if not isinstance(plain, Mapping):
+        if isinstance(update_info, Mapping):
+            plain = update_info
+        elif isinstance(update_info, HandlesUpdate):
+            try:
+                # One that a user made of plain data has plain dicts in the place of handles.
+                plain = msgspec.to_builtins(update_info)
+            except TypeError as exc:
+                raise ConfigError(f"update_info has other values than plain data: {exc}") from exc
+        else:
             raise ConfigError(
                 f"update_info is a mapping or a HandlesUpdate, not {type(update_info).__name__}"
             )

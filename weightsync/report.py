@@ -13,7 +13,7 @@ from weightsync.errors import shorten
 Apply = Literal["staged", "in_place"]
 """Whether an update is staged until its commit, or written into the weights in use."""
 Verification = Literal["none", "arrived", "held"]
-"""What was compared in an update; COMPARED says what each level means."""
+"""Level of verification of an update; COMPARED defines the levels."""
 Rule = Literal["two-phase", "roll-forward"]
 
 COMPARED: Mapping[str, str] = {
@@ -27,8 +27,8 @@ COMPARED: Mapping[str, str] = {
         "fingerprint of what the sender read from its source"
     ),
 }
-"""What each level of verification says, on every path: of a delta, what it wrote are the lines that
-changed. docs/concepts.md has the same sentences, and what they do not cover."""
+"""Definition of each level of verification, on every path. A delta writes the lines that changed.
+docs/concepts.md has the same sentences, and what they do not cover."""
 
 
 class _FormerNames:
@@ -152,7 +152,7 @@ class SyncReport(_FormerNames):
 
     @property
     def compared(self) -> str:
-        """What was compared in this update, in words: that of `verified`, and of a delta the rest.
+        """Description of what this update compared: of `verified`, and of a delta also the rest.
 
         docs/concepts.md says what is not covered.
         """

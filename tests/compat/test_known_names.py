@@ -390,6 +390,22 @@ def test_the_engine_is_made_and_asked_as_vllms_is() -> None:
         engine.receive_weights([], list)  # type: ignore[arg-type]  # what is refused
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        object(),
+        3,
+        {"names": [object()], "dtype_names": ["int8"], "shapes": [[1]], "ipc_handles": [{}]},
+        {"names": ["a"], "dtype_names": [torch.int8], "shapes": [[1]], "ipc_handles": [{}]},
+        Engine.update_info_cls(["a"], [torch.int8], [[1]], [{}]),  # type: ignore[list-item]
+    ],
+    ids=["object", "number", "name", "dtype", "struct"],
+)
+def test_what_is_no_update_info_is_a_value_error(given: Any) -> None:
+    with pytest.raises(ws.ConfigError):
+        Engine().receive_weights(given, list)
+
+
 def test_an_update_info_of_plain_data_is_received() -> None:
     got: dict[str, torch.Tensor] = {}
 

@@ -37,7 +37,7 @@ _HINTS = {
         "refuses a trainer and a server on one GPU: use 'auto', or 'nixl' for RDMA between hosts"
     ),
 }
-"""What to do, by names that users know from reports and from other systems."""
+"""Advice by names that users know from reports and from other systems."""
 
 BackendChoice = str | Backend | Sequence[str | Backend]
 

@@ -46,7 +46,7 @@ _LOADING = (502, 503, 504)
 """Statuses of a proxy whose server does not listen yet, and of a server that loads its model."""
 _PAUSE_S = 0.3
 _LEAST_S = 0.1
-"""What a request has where the time of a target is used up: enough for a server that answers."""
+"""Seconds of a request if the time of a target is used up: enough for a server that answers."""
 
 logger = logging.getLogger(__name__)
 

@@ -184,7 +184,7 @@ class Writer:
         """Return when every reader has opened its end; the readers' calls return then, too."""
         timeout_s = self._enter(timeout_s, None)
         try:
-            self._wait_joined(self._wait_policy(self._missing_readers, timeout_s)())
+            self._wait_joined(self._wait_policy(self._pending_condition, timeout_s)())
             if self._ring is not None:
                 self._ring.announce_ready()
             if self._publisher.remote:
@@ -291,14 +291,15 @@ class Writer:
         return [*self._local(), *self._publisher.remote]
 
     def _missing_readers(self) -> str:
+        """Return the condition of readers that have not opened their ends; "" if all have."""
         self._publisher.pump()  # readers that have opened it since are not missing
         gone = self._expected() - self._publisher.joined
-        return f"reader {_listed(rank for _, rank in gone)} to open this queue"
+        return f"reader {_listed(rank for _, rank in gone)} to open this queue" if gone else ""
 
     def _pending_condition(self) -> str:
-        self._publisher.pump()
-        if self._expected() - self._publisher.joined and not self._all_joined:
-            return self._missing_readers()
+        missing = "" if self._all_joined else self._missing_readers()
+        if missing:
+            return missing
         behind = list(self._publisher.behind())
         if self._ring is not None:
             behind += [self._local_ranks[p] for p in self._ring.control.behind(self._count)]

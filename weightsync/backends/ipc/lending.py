@@ -1,4 +1,4 @@
-"""What a hook is given of a sender's memory: which tensors at a time, in memory that it may write.
+"""Delivery of a sender's memory to a hook: tensors by parts, in memory that the hook may write.
 
 A hook in place gets views of the sender's memory. It gets the tensors of one part (a decoder layer)
 in one call, since it may fuse them; those that arrive before the last one are kept until then.

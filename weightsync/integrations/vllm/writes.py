@@ -1,4 +1,4 @@
-"""What operations of torch write to the tensors of a model's layers: seen, and counted."""
+"""Detection of direct writes: counts what torch writes to the tensors of a model's layers."""
 
 from __future__ import annotations
 
