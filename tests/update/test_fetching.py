@@ -136,6 +136,21 @@ class TestFetch:
             assert digests(held) == digests(source.trainer)
             source.renew()
 
+    def test_a_copy_that_the_hook_has_changed_since_is_not_lent(self, made: Any) -> None:
+        """After it has returned, and in a way that torch does not count."""
+        hook = Hook()
+        source = made(hook, make("plain"), apply="staged")
+        target = source.receiver._session.load_targets._whole[1]
+        target.memory.tensors[0].numpy()[:] ^= 0xFF
+        held = make("plain", 2)
+        before = digests(held)
+        with pytest.raises(ws.ConfigError, match="hook of this receiver has changed the tensors"):
+            ws.fetch(held, source.receiver)
+        assert digests(held) == before
+        source.sender.resync(*source.sender.targets)
+        ws.fetch(held, source.receiver)
+        assert digests(held) == digests(source.trainer)
+
     def test_a_hook_that_keeps_nothing(self, made: Any) -> None:
         source = made(Hook(), make("plain"), apply="in_place")
         assert not source.receiver.status().fetchable
@@ -539,6 +554,26 @@ class TestJoining:
         delta = source.sender.send_weights().delta
         assert delta.sent, delta.reason
         assert digests(receiver.sink.module) == digests(source.trainer)  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("swap", "apply"), [("pointer", "staged"), ("copy", "staged"), ("copy", "in_place")]
+    )
+    @pytest.mark.parametrize("strided", [False, True])
+    def test_it_does_not_get_what_other_code_threw_away(
+        self, made: Any, swap: Any, apply: Any, strided: bool
+    ) -> None:
+        """Of the two that could lend, one has lost a tensor, in a way that torch does not count."""
+        trainer, server = make("plain"), make("plain", 1)
+        parameters = dict(server.named_parameters())
+        if strided:
+            parameters["large"].data = parameters["large"].detach().T.contiguous().T
+        source = made(ws.ModuleSink(server, swap=swap), trainer, apply=apply)
+        parameters["large"].data.zero_()
+        held = make("plain", 2)
+        source.sender.add(ws.WeightReceiver(held))
+        assert digests(held) == digests(trainer)
+        source.renew()
+        assert digests(held) == digests(server) == digests(trainer)
 
     def test_all_workers_of_a_server(self) -> None:
         trainer = uniform.make(3.0)

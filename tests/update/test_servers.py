@@ -177,6 +177,9 @@ def test_servers_come_and_go_by_their_url(serve: Serve) -> None:
             sender.remove(first.url)
         with pytest.raises(ws.ConfigError, match="no receiver"):
             sender.resync(second.url)
+        for call in (sender.remove, sender.resync):
+            with pytest.raises(ws.ConfigError, match="a Linear is no name of a receiver"):
+                call(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_no_worker_of_a_server_is_updated_or_let_go_alone(serve: Serve) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ def offline_llm(folder: Path, dtype: str = "float32") -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    _hide_llvmlite()
     llm = LLM(
         str(folder),
         enforce_eager=True,
@@ -38,6 +40,17 @@ def offline_llm(folder: Path, dtype: str = "float32") -> Iterator[Any]:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def _hide_llvmlite() -> None:
+    """Let vLLM's search for Triton kernels pass over llvmlite, which our deltas import.
+
+    Where Triton is installed, vLLM 0.32 on a CPU calls `.get` of the `__dict__` of every attribute
+    of every module. llvmlite's library answers for any attribute, and a function has no `.get`.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None:
+        ffi.lib._fntab["__dict__"] = {}
 
 
 def generated(llm: Any) -> tuple[list[int], list[float]]:

@@ -19,6 +19,7 @@ import torch
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.registry import choose_backends
 from weightsync.errors import (
+    ConfigError,
     NotReadyError,
     ProtocolError,
     SourceBusyError,
@@ -194,6 +195,11 @@ class WeightsInUse:
                 "fetch; fetch after it",
                 state=lifecycle.state.value,
                 update_id=lifecycle.update_id,
+            )
+        if found.is_copy and not found.as_sent:
+            raise ConfigError(
+                "the load_weights hook of this receiver has changed the tensors that it was given, "
+                "which others could fetch; fetch from another receiver, or after the next update"
             )
         self._held = lifecycle.weights_id, self.version, 0 if self._stays else starts
 

@@ -22,7 +22,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.specs import Manifest, union
-from weightsync.tensors import from_bytes
+from weightsync.tensors import contiguous_bytes, from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
@@ -198,7 +198,8 @@ class InUse:
 
     `stays`: they keep their bytes until a commit; else the next update overwrites them as it comes.
     `as_sent`: they are those of the last update, not cast, and nothing else has changed them.
-    `writes` counts the writes to each; None where that is not known.
+    `writes` counts the writes to each; None where that is not known. `is_copy`: they are not the
+    tensors of a module, but those that a hook was given, and nothing but an update may write there.
     """
 
     manifest: Manifest
@@ -206,6 +207,7 @@ class InUse:
     stays: bool
     as_sent: bool
     writes: list[int] | None = None
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,15 +400,11 @@ class LoadTargets:
         if self._sink.fetchable and manifest is not None:
             tensors = self._sink.in_use(manifest)
             if tensors is not None:
-                written = self._whole is not None and self._held_id == weights_id
-                as_sent = (
-                    same and written and self._whole is not None and self._whole[1].is_in_use()
-                )
                 return InUse(
                     manifest,
                     tensors,
                     stays=self.apply == "staged",
-                    as_sent=as_sent,
+                    as_sent=same and self._are_as_sent(tensors, weights_id),
                     writes=write_counts(tensors),
                 )
             copy = self._copy_of(weights_id)
@@ -417,7 +415,21 @@ class LoadTargets:
             )
         specs = layout.manifest.specs
         tensors = [from_bytes(flat, spec) for flat, spec in zip(copy, specs, strict=True)]
-        return InUse(layout.manifest, tensors, stays=False, as_sent=True)
+        as_sent = self._are_as_sent(copy, weights_id)
+        return InUse(layout.manifest, tensors, stays=False, as_sent=as_sent, is_copy=True)
+
+    def _are_as_sent(self, tensors: Sequence[torch.Tensor], weights_id: str) -> bool:
+        """Whether the tensors of the layout are those of the update `weights_id`.
+
+        As far as can be seen: torch has counted no write, and one line of each holds what it did.
+        """
+        if self._whole is None or self._held_id != weights_id or not self._whole[1].is_in_use():
+            return False
+        check = self._checks[0]
+        if check is None:
+            return True
+        # Not of the memory that was written to, which an update in progress may overwrite.
+        return not check.changed(Memory([contiguous_bytes(tensor) for tensor in tensors]))
 
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout; open it where there is none.

@@ -150,6 +150,11 @@ class Membership:
 
         Raises ConfigError that lists the fleet, or for one worker of several.
         """
+        if not isinstance(target, str):  # user input
+            raise ConfigError(
+                f"a {type(target).__name__} is no name of a receiver; those of the fleet are "
+                f"{names(self._fleet.members)}"
+            )
         found = [member for member in self._fleet.members if member.is_named(target)]
         if not found:
             raise ConfigError(f"no receiver {target} in the fleet: {names(self._fleet.members)}")

@@ -33,28 +33,35 @@ class SpotCheck:
         self.memory = memory
         self.places = TensorPlaces(memory) if places is None else places
         self._begins = self.places.choose(secrets.randbits(64)) * np.uint64(LINE)
-        self._sums = self._read()
+        self._sums = self._read(memory, self.places)
 
-    def changed(self) -> list[int]:
-        """Return the positions of the tensors whose lines differ from what they were."""
-        found: list[int] = np.flatnonzero(self._read() != self._sums).tolist()
+    def changed(self, memory: Memory | None = None) -> list[int]:
+        """Return the positions of the tensors whose lines differ from what they were.
+
+        `memory` is another one that should hold the same tensors.
+        """
+        if memory is None:
+            sums = self._read(self.memory, self.places)
+        else:
+            sums = self._read(memory, TensorPlaces(memory))
+        found: list[int] = np.flatnonzero(sums != self._sums).tolist()
         return found
 
-    def _read(self) -> Words:
+    def _read(self, memory: Memory, places: TensorPlaces) -> Words:
         compiled: Any = kernels()
-        if compiled is None or not self.places.on_host:
-            return self._read_with_torch()
+        if compiled is None or not places.on_host:
+            return self._read_with_torch(memory)
         sums = np.zeros(len(self._begins), np.uint64)
-        compiled.sums_at(self.places.addresses + self._begins, self.places.widths, sums)
+        compiled.sums_at(places.addresses + self._begins, places.widths, sums)
         return sums
 
-    def _read_with_torch(self) -> Words:
+    def _read_with_torch(self, memory: Memory) -> Words:
         content = torch.zeros((len(self._begins), LINE), dtype=torch.uint8)
         widths = self.places.widths
         for width in np.unique(widths).tolist():  # one transfer from a GPU for each
             chosen = np.flatnonzero(widths == width)
             rows = [
-                self.memory.tensors[i][begin : begin + width]
+                memory.tensors[i][begin : begin + width]
                 for i, begin in zip(chosen.tolist(), self._begins[chosen].tolist(), strict=True)
             ]
             content[torch.from_numpy(chosen), :width] = torch.cat(rows).cpu().view(len(rows), width)
