@@ -49,10 +49,12 @@ TIMEOUT_S = 10.0
 class Source:
     """A receiver with a trainer, which has sent it version 7."""
 
-    def __init__(self, sink: Any, trainer: nn.Module, **options: Any) -> None:
+    def __init__(
+        self, sink: Any, trainer: nn.Module, delta: Any = "always", **options: Any
+    ) -> None:
         self.trainer = trainer
         self.receiver = ws.WeightReceiver(sink, **options)
-        self.sender = ws.connect(trainer, to=self.receiver, delta="always")
+        self.sender = ws.connect(trainer, to=self.receiver, delta=delta)
         self.sender.send_weights(7, label="seven")
 
     def renew(self) -> None:
@@ -65,8 +67,8 @@ class Source:
 def made() -> Iterator[Callable[..., Source]]:
     sources: list[Source] = []
 
-    def make_source(sink: Any, trainer: nn.Module, **options: Any) -> Source:
-        sources.append(Source(sink, trainer, **options))
+    def make_source(sink: Any, trainer: nn.Module, delta: Any = "always", **options: Any) -> Source:
+        sources.append(Source(sink, trainer, delta, **options))
         return sources[-1]
 
     yield make_source
@@ -136,10 +138,13 @@ class TestFetch:
             assert digests(held) == digests(source.trainer)
             source.renew()
 
-    def test_a_copy_that_the_hook_has_changed_since_is_not_lent(self, made: Any) -> None:
+    @pytest.mark.parametrize("delta", ["always", "auto", "off"])
+    def test_a_copy_that_the_hook_has_changed_since_is_not_lent(
+        self, made: Any, delta: Any
+    ) -> None:
         """After it has returned, and in a way that torch does not count."""
         hook = Hook()
-        source = made(hook, make("plain"), apply="staged")
+        source = made(hook, make("plain"), delta, apply="staged")
         target = source.receiver._session.load_targets._whole[1]
         target.memory.tensors[0].numpy()[:] ^= 0xFF
         held = make("plain", 2)
@@ -559,15 +564,16 @@ class TestJoining:
         ("swap", "apply"), [("pointer", "staged"), ("copy", "staged"), ("copy", "in_place")]
     )
     @pytest.mark.parametrize("strided", [False, True])
+    @pytest.mark.parametrize("delta", ["always", "auto", "off"])
     def test_it_does_not_get_what_other_code_threw_away(
-        self, made: Any, swap: Any, apply: Any, strided: bool
+        self, made: Any, swap: Any, apply: Any, strided: bool, delta: Any
     ) -> None:
         """Of the two that could lend, one has lost a tensor, in a way that torch does not count."""
         trainer, server = make("plain"), make("plain", 1)
         parameters = dict(server.named_parameters())
         if strided:
             parameters["large"].data = parameters["large"].detach().T.contiguous().T
-        source = made(ws.ModuleSink(server, swap=swap), trainer, apply=apply)
+        source = made(ws.ModuleSink(server, swap=swap), trainer, delta, apply=apply)
         parameters["large"].data.zero_()
         held = make("plain", 2)
         source.sender.add(ws.WeightReceiver(held))

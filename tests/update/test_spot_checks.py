@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import weightsync as ws
-from tests.update.test_deltas import Model, change, equal, sent
+from tests.update.test_deltas import Model, equal, sent
 from weightsync.weights import lines, spot_check
 from weightsync.weights.copy_plan import Memory
 from weightsync.weights.shards import local_of
@@ -319,8 +319,8 @@ def test_the_lines_are_others_each_time_and_all_have_their_turn() -> None:
     assert begins == {0, 64, 128, 192, 256}
 
 
-def test_a_message_of_a_delta_alone_is_no_update_of_weights_that_were_not_read() -> None:
-    """A receiver that was not told that a delta may follow has read nothing."""
+def test_one_that_was_not_told_of_a_delta_has_looked_all_the_same() -> None:
+    """Every commit reads a line of each tensor, since the weights may be lent, too."""
     trainer, server = Model(), Model(1)
     receiver = ws.WeightReceiver(server)
 
@@ -334,7 +334,11 @@ def test_a_message_of_a_delta_alone_is_no_update_of_weights_that_were_not_read()
         )
 
     with ws.connect(trainer, to=silent, delta="always") as sender:
-        for step in range(3):
-            assert not sent(sender.send_weights())
-            assert equal(trainer, server)
-            change(trainer, step)
+        sender.send_weights()
+        zeroed(server.p3)
+        small_change(trainer)
+        report = sender.send_weights()
+        assert not sent(report)
+        assert report.delta is not None
+        assert "last update: p3;" in report.delta.reason
+        assert equal(trainer, server)

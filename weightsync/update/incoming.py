@@ -322,7 +322,7 @@ class LoadTargets:
         # Only now, since their memory is known to be there.
         changed = self._names_of(check.changed(), check.memory, layout)
         if changed:
-            self._checks = (None, None)
+            self.distrust()
             raise DeltaError(
                 f"other code has changed or discarded {len(changed)} tensors of the weights in use "
                 f"since the last update: {shorten(changed)}; send the whole model"
@@ -339,7 +339,10 @@ class LoadTargets:
         return self._total
 
     def check_follows(self, targets: Sequence[LoadTarget]) -> None:
-        """Read a line of each tensor of these targets, for `of_delta`. Called before the commit."""
+        """Read a line of each tensor of these targets. Called before the commit.
+
+        For `of_delta` and `in_use`, which look at the lines again.
+        """
         whole = self._whole if self._is_whole(targets) else None
         memory = None if whole is None else whole[1].memory
         self._checks = self._checks[0], None
@@ -362,6 +365,10 @@ class LoadTargets:
         if whole and isinstance(targets[0], DeltaTarget):
             self._total = targets[0].fingerprint
         self._checks = self._checks[1], None
+
+    def distrust(self) -> None:
+        """Note that the weights in use are not those of the last commit: they are not lent."""
+        self.discarded()
 
     def discarded(self) -> None:
         """Note that the weights in use are gone."""

@@ -513,8 +513,7 @@ class ReceiverSession:
             try:
                 with self._expected("finish", update_id, State.PREPARED) as incoming:
                     incoming.check_digest(request.table_digest)
-                    if request.delta_follows:
-                        self.load_targets.check_follows(incoming.load_targets)
+                    self.load_targets.check_follows(incoming.load_targets)
                     state = self._commit(incoming, request)
                 version, apply = self.lifecycle.version, self.load_targets.apply
                 reply = incoming.reply(state, version, apply, self.gate.held_s)
@@ -683,6 +682,7 @@ class ReceiverSession:
             )
         base = self.load_targets.of_delta(offered.digest)
         if base.total != int(announced, 16):
+            self.load_targets.distrust()
             own = "an unknown fingerprint" if base.total is None else to_hex(base.total)
             raise DeltaError(
                 f"the weights {lifecycle.weights_id} have {own} here, and {announced} for the "

@@ -40,10 +40,12 @@ class SpotCheck:
 
         `memory` is another one that should hold the same tensors.
         """
-        if memory is None:
-            sums = self._read(self.memory, self.places)
-        else:
-            sums = self._read(memory, TensorPlaces(memory))
+        places = self.places
+        if memory is not None:
+            places = TensorPlaces(memory)
+            if not places.may_hold(self.places):
+                return list(range(len(self._begins)))
+        sums = self._read(self.memory if memory is None else memory, places)
         found: list[int] = np.flatnonzero(sums != self._sums).tolist()
         return found
 
@@ -64,6 +66,8 @@ class SpotCheck:
                 memory.tensors[i][begin : begin + width]
                 for i, begin in zip(chosen.tolist(), self._begins[chosen].tolist(), strict=True)
             ]
+            if len({row.device for row in rows}) > 1:
+                rows = [row.cpu() for row in rows]
             content[torch.from_numpy(chosen), :width] = torch.cat(rows).cpu().view(len(rows), width)
         words: Words = content.numpy().view(np.uint64)
         sums: Words = (words * _KEYS).sum(axis=1, dtype=np.uint64)
@@ -77,10 +81,16 @@ class TensorPlaces:
         tensors = memory.tensors
         self.on_host = memory.on_host()
         self.addresses: Words = np.array([t.data_ptr() for t in tensors], np.uint64)
-        sizes = np.array([t.numel() for t in tensors], np.uint64)
+        self._sizes: Words = np.array([t.numel() for t in tensors], np.uint64)
+        sizes = self._sizes
         self.widths: Words = np.minimum(sizes, np.uint64(LINE))
         self._counts: npt.NDArray[np.uint64] = np.maximum(sizes // np.uint64(LINE), np.uint64(1))
         self._numbers = np.arange(1, len(tensors) + 1, dtype=np.uint64) * _MIXED
+
+    def may_hold(self, other: TensorPlaces) -> bool:
+        """Whether this memory has the sizes of another one, and an address for every tensor."""
+        same = np.array_equal(self._sizes, other._sizes) and self.on_host == other.on_host
+        return same and not (self.on_host and (self.addresses[self._sizes > 0] == 0).any())
 
     def choose(self, seed: int) -> Words:
         """Return the number of a whole line in each tensor, others for another seed."""
