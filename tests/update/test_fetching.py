@@ -581,6 +581,34 @@ class TestJoining:
         source.renew()
         assert digests(held) == digests(server) == digests(trainer)
 
+    @pytest.mark.parametrize("apply", ["staged", "in_place"])
+    def test_it_does_not_get_what_a_delta_found_changed(self, made: Any, apply: Any) -> None:
+        """The delta is refused, and the whole model that follows does not arrive."""
+        source = made(make("plain", 1), make("plain"), apply=apply)
+        lender, held = source.receiver, make("plain", 2)
+        before, dispatch = digests(held), source.receiver.dispatch
+        dict(lender.sink.module.named_parameters())["large"].data.zero_()
+
+        def failing(request: Request) -> Reply:
+            info = request.update_info if isinstance(request, UpdateRequest) else None
+            if isinstance(info, RegisteredUpdate) and info.delta is None:
+                raise ws.TransferError("planted")
+            reply: Reply = dispatch(request)
+            return reply
+
+        lender.dispatch = failing
+        touch(source.trainer, 3)
+        with pytest.raises(ws.TransferError, match="planted"):
+            source.sender.send_weights()
+        lender.dispatch = dispatch
+        assert lender.version == 7
+        with pytest.raises(ws.WeightSyncError, match="changed since"):
+            source.sender.add(ws.WeightReceiver(held))
+        assert digests(held) == before
+        source.sender.send_weights()
+        source.sender.add(ws.WeightReceiver(held))
+        assert digests(held) == digests(source.trainer)
+
     def test_all_workers_of_a_server(self) -> None:
         trainer = uniform.make(3.0)
         one, two = Served(1), Served(2)

@@ -189,6 +189,8 @@ class WeightsInUse:
             lifecycle.weights_id if found.as_sent else _own_id(session, instance, found)
         )
         self._stays = found.stays
+        # An update may have begun while the tensors were looked at.
+        is_open = is_open or session.open_update is not None or session.starts != starts
         if is_open and not found.stays:
             raise SourceBusyError(
                 "this receiver is in an update, which overwrites the weights that others could "

@@ -407,12 +407,15 @@ class LoadTargets:
         if self._sink.fetchable and manifest is not None:
             tensors = self._sink.in_use(manifest)
             if tensors is not None:
+                as_sent = same and self._are_as_sent(tensors, weights_id)
+                # Else the counts say nothing of what a look has found.
+                counted = not same or self._whole is None or not self._whole[1].is_in_use()
                 return InUse(
                     manifest,
                     tensors,
                     stays=self.apply == "staged",
-                    as_sent=same and self._are_as_sent(tensors, weights_id),
-                    writes=write_counts(tensors),
+                    as_sent=as_sent,
+                    writes=write_counts(tensors) if as_sent or counted else None,
                 )
             copy = self._copy_of(weights_id)
         if layout is None or copy is None:
