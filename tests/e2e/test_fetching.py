@@ -158,7 +158,7 @@ class TestOtherHosts:
         chain.trainer.send(seed=1)
         chain.begin(2)
         with pytest.raises(ws.SourceBusyError, match="passes an update on"):
-            joining.fetch([first.url], timeout_s=3.0)
+            joining.fetch([first.url], timeout_s=0.5)
         joining.fetch([first.url, last.url], timeout_s=TIMEOUT_S)
         assert chain.trainer.end().version == 2
         check_all_hold(chain.trainer, 2, [first, last, joining])
