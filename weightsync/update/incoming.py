@@ -322,7 +322,7 @@ class LoadTargets:
         # Only now, since their memory is known to be there.
         changed = self._names_of(check.changed(), check.memory, layout)
         if changed:
-            self.distrust()
+            self.discarded()
             raise DeltaError(
                 f"other code has changed or discarded {len(changed)} tensors of the weights in use "
                 f"since the last update: {shorten(changed)}; send the whole model"
@@ -366,12 +366,8 @@ class LoadTargets:
             self._total = targets[0].fingerprint
         self._checks = self._checks[1], None
 
-    def distrust(self) -> None:
-        """Note that the weights in use are not those of the last commit: they are not lent."""
-        self.discarded()
-
     def discarded(self) -> None:
-        """Note that the weights in use are gone."""
+        """Note that the weights in use are gone, or are not those of the last commit."""
         self._held_id, self._checks = None, (None, None)
 
     def _is_whole(self, targets: Sequence[LoadTarget]) -> bool:

@@ -682,7 +682,7 @@ class ReceiverSession:
             )
         base = self.load_targets.of_delta(offered.digest)
         if base.total != int(announced, 16):
-            self.load_targets.distrust()
+            self.load_targets.discarded()
             own = "an unknown fingerprint" if base.total is None else to_hex(base.total)
             raise DeltaError(
                 f"the weights {lifecycle.weights_id} have {own} here, and {announced} for the "
