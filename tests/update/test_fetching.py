@@ -24,6 +24,7 @@ from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.polled import PolledTransport
 from weightsync.update import fetch_client, fetch_server
 from weightsync.update.lifecycle import State
+from weightsync.weights import spot_check
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     AbortRequest,
@@ -54,7 +55,7 @@ class Source:
     ) -> None:
         self.trainer = trainer
         self.receiver = ws.WeightReceiver(sink, **options)
-        self.sender = ws.connect(trainer, to=self.receiver, delta=delta)
+        self.sender = ws.connect(trainer, to=self.receiver, delta=delta, scrub=1.0)
         self.sender.send_weights(7, label="seven")
 
     def renew(self) -> None:
@@ -581,9 +582,16 @@ class TestJoining:
         source.renew()
         assert digests(held) == digests(server) == digests(trainer)
 
-    @pytest.mark.parametrize("apply", ["staged", "in_place"])
-    def test_it_does_not_get_what_a_delta_found_changed(self, made: Any, apply: Any) -> None:
+    @pytest.mark.parametrize(
+        ("apply", "by"),
+        [("staged", "a line"), ("in_place", "a line"), ("in_place", "the fingerprint")],
+    )
+    def test_it_does_not_get_what_a_delta_found_changed(
+        self, made: Any, apply: Any, by: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The delta is refused, and the whole model that follows does not arrive."""
+        if by == "the fingerprint":  # no line that is read happens to show the change
+            monkeypatch.setattr(spot_check.SpotCheck, "changed", lambda *_: [])
         source = made(make("plain", 1), make("plain"), apply=apply)
         lender, held = source.receiver, make("plain", 2)
         before, dispatch = digests(held), source.receiver.dispatch

@@ -22,6 +22,7 @@ from weightsync.errors import (
     ProtocolError,
     TransferError,
     UpdateConflictError,
+    VerificationError,
     text_of,
 )
 from weightsync.interpreter_exit import TorchCalls
@@ -692,8 +693,13 @@ class ReceiverSession:
         context = self._load_context(incoming)
         context = replace(context, open_target=lambda _: incoming.use(delta, base.layout))
         engine = self.senders.start_update(info.sender)
-        engine.receive_weights(info, context)
-        return Received(offered, [delta.result()], self.sink.verification)
+        try:
+            engine.receive_weights(info, context)
+            result = delta.result()
+        except VerificationError:  # it may be the base that differs, which nobody may fetch then
+            self.load_targets.discarded()
+            raise
+        return Received(offered, [result], self.sink.verification)
 
     def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
         def open_target(layout: StreamLayout) -> LoadTarget:
