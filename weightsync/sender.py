@@ -536,8 +536,8 @@ class WeightSender:
         """Add a receiver, and bring it to the current version if there is one.
 
         It fetches that from a receiver of the fleet. Where none can send it, the source does, which
-        must then still hold the weights of that version. Returns the report, None where nothing had
-        to be sent. Raises the same errors as `connect` and `resync`; the fleet is then as it was.
+        must then still hold the weights of that version. Returns the report, None where there is
+        no version yet, or it was not sent as a whole. Raises the same errors as `connect` and `resync`; the fleet is then as it was.
         """
         return self._run(
             "add",

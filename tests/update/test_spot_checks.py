@@ -312,6 +312,35 @@ def test_any_change_of_the_lines_that_were_read_is_seen() -> None:
                 assert check.changed() == []
 
 
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("copied_nbytes", [0, 5000, 1 << 30])
+def test_lines_are_looked_up_in_tensors_of_any_layout(
+    copied_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spot_check, "_COPIED_NBYTES", copied_nbytes)
+    held = [torch.rand(30, 4 + i).T for i in range(20)] + [torch.rand(3), torch.zeros(0, 2)]
+    memory = Memory([t.contiguous().view(-1).view(torch.uint8) for t in held])
+    check = SpotCheck(memory)
+    assert check.changed_in(held) == []
+    kept = [tensor.clone() for tensor in held]
+    for i in (2, 7, 19, 20):
+        held[i].fill_(3.0)
+    assert check.changed_in(held) == [2, 7, 19, 20]
+    assert check.changed_in(kept) == []
+    assert check.changed_in([*kept[:-2], torch.rand(4), kept[-1]]) == list(range(22))
+    assert check.changed_in(kept[:-1]) == list(range(22))
+
+
+def test_a_look_goes_by_the_loop_that_read_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled loop may be ready only later; its sums are others."""
+    memory = Memory([torch.arange(200, dtype=torch.uint8)])
+    monkeypatch.setattr(spot_check, "kernels", lambda: None)
+    check = SpotCheck(memory)
+    monkeypatch.undo()
+    assert check.changed() == []
+    assert check.changed_in(memory.tensors) == []
+
+
 def test_the_lines_are_others_each_time_and_all_have_their_turn() -> None:
     memory = Memory([torch.zeros(64 * 5, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)])
     first = SpotCheck(memory)

@@ -150,15 +150,16 @@ class Coordinator:
         """Add a receiver, and bring it to the fleet's version.
 
         A receiver of the fleet sends it, where one can: the source may have changed since. Else the
-        source does, where this sender has sent that version. Returns the report, None where nothing
-        had to be sent. An error leaves the fleet unchanged.
+        source does, where this sender has sent that version. Returns the report, None where there
+        is no version yet, or this sender cannot send it. An error leaves the fleet unchanged.
         """
         self.membership.check_new(transport)
         self.membership.ready()
         joining = Joining(self.fleet, transport, delta_follows=self.deltas.may_send)
         report = joining.fetch()
         members = self.membership.add(transport)
-        if all(joining.holds(member.status) for member in members):
+        # A receiver that says that it holds them may have been written to since.
+        if report is not None and all(joining.holds(member.status) for member in members):
             for member in members:
                 member.delta_base = member.status.weights_id if member.status.delta_forms else None
             self.last_report = report

@@ -22,7 +22,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.specs import Manifest, union
-from weightsync.tensors import contiguous_bytes, from_bytes
+from weightsync.tensors import from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights import arena
 from weightsync.weights.copy_plan import Memory
@@ -435,7 +435,7 @@ class LoadTargets:
         if check is None:
             return True
         # Not of the memory that was written to, which an update in progress may overwrite.
-        return not check.changed(Memory([contiguous_bytes(tensor) for tensor in tensors]))
+        return not check.changed_in(tensors)
 
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout; open it where there is none.

@@ -47,7 +47,7 @@ class Joining:
     def fetch(self) -> SyncReport | None:
         """Have every worker of the receiver fetch the weights, from one of the fleet after another.
 
-        Returns the report, None where nothing was fetched: it has them, or none can be fetched.
+        Returns the report, None where none can be fetched.
         """
         fleet = self._fleet
         held = fleet.call(StatusRequest(), timeout_s=fleet.brief_s)
@@ -79,7 +79,7 @@ class Joining:
         whole = self._transport
         status = _status(whole, self._fleet.brief_s)
         if not status.workers:
-            return [] if self.holds(status) else [self._fetch(whole, status, sources)]
+            return [self._fetch(whole, status, sources)]
         expand = getattr(whole, "expand", None)
         if expand is None:
             raise ConfigError(f"the workers of {whole.target} cannot be reached one by one")
@@ -89,7 +89,6 @@ class Joining:
             return [
                 self._fetch(worker, status, sources)
                 for worker, status in zip(workers, statuses, strict=True)
-                if not self.holds(status)
             ]
         finally:
             for worker in workers:
