@@ -537,7 +537,8 @@ class WeightSender:
 
         It fetches that from a receiver of the fleet. Where none can send it, the source does, which
         must then still hold the weights of that version. Returns the report, None where there is
-        no version yet, or it was not sent as a whole. Raises the same errors as `connect` and `resync`; the fleet is then as it was.
+        no version yet, or it was not sent as a whole. Raises the same errors as `connect` and
+        `resync`; the fleet is then as it was.
         """
         return self._run(
             "add",
