@@ -19,7 +19,6 @@ pytestmark = pytest.mark.soak
 WAIT_S = 500.0  # a server is several processes, and a busy machine starts them slowly
 
 TOYS: dict[str, list[str]] = {
-    "distributed": ["--mib", "4", "--tensors", "8", "--rounds", "1"],
     "profile_update": ["--mib", "4", "--tensors", "8", "--rounds", "1"],
     "fleet": ["--mbytes", "4", "--receivers", "2", "--rounds", "1"],
     "scaling": [
@@ -37,7 +36,6 @@ TOYS: dict[str, list[str]] = {
     "lossy": ["--hosts", "2", "--kill", "1", "--delay-ms", "2", "--mbit", "100", "--rounds", "1"],
 }
 SAID = {
-    "distributed": "broadcast",
     "fleet": "packed",
     "profile_update": "| copy | ",
     "scaling": "1000 Mbit/s",
