@@ -536,9 +536,10 @@ class WeightSender:
         """Add a receiver, and bring it to the current version if there is one.
 
         It fetches that from a receiver of the fleet. Where none can send it, the source does, which
-        must then still hold the weights of that version. Returns the report, None where there is
-        no version yet, or it was not sent as a whole. Raises the same errors as `connect` and
-        `resync`; the fleet is then as it was.
+        must then still hold the weights of that version. Returns the report; None where there is no
+        version yet, where it was not sent as a whole, or where it cannot be told whether the source
+        has changed since (a warning says so): the next update brings it the weights. Raises the
+        same errors as `connect` and `resync`; the fleet is then as it was.
         """
         return self._run(
             "add",
@@ -559,7 +560,8 @@ class WeightSender:
         """Send the current version to a single receiver or server that missed it.
 
         The source must still hold the weights of that version. Raises TransferError if it has
-        changed since. Only fingerprints show that; with `verify=False` a warning is logged. Raises
+        changed since, or if that cannot be told, as after a receiver joined or left by another
+        path. Only fingerprints show that; with `verify=False` a warning is logged. Raises
         ConfigError for an unknown target, or before the first update.
         """
         return _required(

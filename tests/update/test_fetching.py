@@ -653,6 +653,27 @@ class TestJoining:
         assert (report.verified, report.receivers[0].source) == ("held", "")
         assert digests(held) == digests(source.trainer)
 
+    @pytest.mark.parametrize("later", ["replaced", "uncounted"])
+    def test_weights_that_are_no_senders_have_an_id_of_their_own_each_time(
+        self, made: Any, later: str
+    ) -> None:
+        source = made(make("plain", 1), make("plain"))
+        lender = source.receiver.sink.module
+        with torch.no_grad():
+            lender.get_parameter("large").mul_(2)  # torch counts this one
+        held = []
+        for seed in (2, 3):
+            taken = ws.WeightReceiver(make("plain", seed))
+            ws.fetch(to=taken, sources=[source.receiver.handle])
+            held.append((taken.version, taken.status().weights_id))
+            assert digests(taken.sink.module) == digests(lender)  # type: ignore[attr-defined]
+            if later == "replaced":
+                lender.large = nn.Parameter(torch.rand_like(lender.large))
+            else:
+                lender.get_parameter("large").data.zero_()
+        assert held[0][0] == held[1][0]
+        assert held[0][1] != held[1][1]
+
     def test_all_workers_of_a_server(self) -> None:
         trainer = uniform.make(3.0)
         one, two = Served(1), Served(2)

@@ -15,6 +15,9 @@ from weightsync.wire.problem import Problem
 ReadersByRank = dict[str, dict[int, list[int]]]
 """Reader indices by backend, and by the rank that sends to them."""
 
+LINES_DIGEST = "lines"
+"""The key of the source's fingerprint among the digests of an update, beside the backends'."""
+
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of the commands that rank 0 broadcasts. Every rank executes them and replies."""

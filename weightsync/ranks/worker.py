@@ -34,6 +34,7 @@ from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
 from weightsync.ranks.commands import (
+    LINES_DIGEST,
     AnyCommand,
     Begin,
     ChangeEstimate,
@@ -80,9 +81,6 @@ from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 
 logger = logging.getLogger(__name__)
-
-LINES_DIGEST = "lines"
-"""The key of the source's fingerprint among the digests of an update, beside the backends'."""
 
 
 class RankWorker:

@@ -150,8 +150,9 @@ class Coordinator:
         """Add a receiver, and bring it to the fleet's version.
 
         A receiver of the fleet sends it, where one can: the source may have changed since. Else the
-        source does, where this sender has sent that version. Returns the report, None where there
-        is no version yet, or this sender cannot send it. An error leaves the fleet unchanged.
+        source does, where this sender has sent that version, and can tell that it has not changed
+        since. Returns the report; None where there is no version yet, or neither can send it: the
+        next update brings it. An error leaves the fleet unchanged.
         """
         self.membership.check_new(transport)
         self.membership.ready()
@@ -165,6 +166,15 @@ class Coordinator:
             self.last_report = report
             return report
         if not self.fleet.version or self._sent.version != self.fleet.version:
+            return None
+        has_lines = self.deltas.repeat() is not None
+        if self.verify and not self._sent.is_comparable(self.paths.layout, has_lines=has_lines):
+            # No error: another add() would change the paths again, and fail as well.
+            logger.warning(
+                "%s gets its first weights with the next update: %s",
+                transport.target,
+                self._sent.unknown(),
+            )
             return None
         try:
             return self.resync(members)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -228,8 +227,6 @@ class WeightsInUse:
 
 
 def _own_id(session: ReceiverSession, instance: str, found: InUse) -> str:
-    """Return an id of weights that are no sender's: the same as long as nothing writes to them."""
-    if found.writes is None:
-        return f"of {instance}-{secrets.token_hex(8)}"
-    held = (session.lifecycle.weights_id, session.lifecycle.version, session.starts, found.writes)
+    """Return an id of weights that are no sender's: the same for all workers that fetch them."""
+    held = (session.lifecycle.weights_id, session.lifecycle.version, session.starts, found.token)
     return f"of {instance}-{hashlib.blake2b(repr(held).encode(), digest_size=8).hexdigest()}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ from weightsync.weights.fingerprint import table_digest
 from weightsync.weights.layout import StreamLayout
 from weightsync.weights.lines import LineMemory
 from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, write_counts
-from weightsync.weights.spot_check import SpotCheck, TensorPlaces
+from weightsync.weights.spot_check import Look, SpotCheck, TensorPlaces
 from weightsync.weights.tensor_kinds import check_agreement
 from weightsync.wire.messages import DeltaForm, StepReply
 
@@ -198,15 +200,16 @@ class InUse:
 
     `stays`: they keep their bytes until a commit; else the next update overwrites them as it comes.
     `as_sent`: they are those of the last update, not cast, and nothing else has changed them.
-    `writes` counts the writes to each; None where that is not known. `is_copy`: they are not the
-    tensors of a module, but those that a hook was given, and nothing but an update may write there.
+    `token` is the same as long as nothing is seen to write to them: torch counts no write, and one
+    line of each holds what it did. `is_copy`: they are not the tensors of a module, but those that
+    a hook was given, and nothing but an update may write there.
     """
 
     manifest: Manifest
     tensors: list[torch.Tensor]
     stays: bool
     as_sent: bool
-    writes: list[int] | None = None
+    token: str = ""
     is_copy: bool = False
 
 
@@ -240,6 +243,8 @@ class LoadTargets:
         self._subsets: OrderedDict[str, LoadTarget] = OrderedDict()
         self._held_id: str | None = None
         self._checks: tuple[SpotCheck | None, SpotCheck | None] = (None, None)
+        self._last_look: tuple[list[int], Look, str] | None = None
+        self._looked = threading.Lock()
         self._places: WeakKeyDictionary[Memory, TensorPlaces] = WeakKeyDictionary()
         self._total: int | None = None
         self._generation = 0
@@ -404,14 +409,12 @@ class LoadTargets:
             tensors = self._sink.in_use(manifest)
             if tensors is not None:
                 as_sent = same and self._are_as_sent(tensors, weights_id)
-                # Else the counts say nothing of what a look has found.
-                counted = not same or self._whole is None or not self._whole[1].is_in_use()
                 return InUse(
                     manifest,
                     tensors,
                     stays=self.apply == "staged",
                     as_sent=as_sent,
-                    writes=write_counts(tensors) if as_sent or counted else None,
+                    token="" if as_sent else self._token_of(tensors),
                 )
             copy = self._copy_of(weights_id)
         if layout is None or copy is None:
@@ -436,6 +439,18 @@ class LoadTargets:
             return True
         # Not of the memory that was written to, which an update in progress may overwrite.
         return not check.changed_in(tensors)
+
+    def _token_of(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return the `InUse.token` of tensors that are not as they were sent."""
+        with self._looked:
+            counts = write_counts(tensors)
+            if self._last_look is not None and counts is not None:
+                before, look, token = self._last_look
+                if before == counts and look.finds(tensors):
+                    return token
+            token = secrets.token_hex(8)
+            self._last_look = None if counts is None else (counts, Look(tensors), token)
+            return token
 
     def get(self, layout: StreamLayout, *, whole: bool) -> LoadTarget:
         """Return the load target of a layout; open it where there is none.

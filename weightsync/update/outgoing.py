@@ -27,6 +27,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.ranks.commands import (
+    LINES_DIGEST,
     Begin,
     CommandResult,
     DeltaTask,
@@ -153,14 +154,18 @@ class UpdateTransaction:
         """Send the whole model with two messages per receiver: start, load and prepare; finish.
 
         With the bases of a `delta`, what changed of it since then. Raises TransferError where the
-        weights differ from those that `same_as` was sent with.
+        weights differ from those that `same_as` was sent with, or where that cannot be told.
         """
+        layout, verify = self._paths.layout, self._verify and bool(self._group.manifest.nbytes)
+        has_lines = delta is not None
+        if same_as and verify and not same_as.is_comparable(layout, has_lines=has_lines):
+            raise same_as.unknown()  # before a receiver in place is written to
         try:
             self._whole = True
             self._delta = delta
             self._transfer(terms=terms, prepare=True)
             if same_as is not None:
-                same_as.check_unchanged(self.table_digests, self._paths.layout)
+                same_as.check_unchanged(self.table_digests, layout, verify=verify)
             self.finish()
         except BaseException as exc:
             self.abort(f"the sender gave up: {type(exc).__name__}")
@@ -611,25 +616,64 @@ class LastVersion:
         """The version, 0 before the first one."""
         return self.terms.version or 0
 
-    def check_unchanged(self, digests: Sequence[Mapping[str, str | None]], layout: str) -> None:
+    def is_comparable(self, layout: str, *, has_lines: bool) -> bool:
+        """Whether the fingerprints of another update may show that the weights are the same.
+
+        `has_lines`: those of lines are taken, which do not depend on the layout of the stream.
+        """
+        lines = has_lines and any(LINES_DIGEST in digests for digests in self.digests)
+        return self.layout == layout or lines
+
+    def unknown(self) -> TransferError:
+        """Return the error that says that nothing shows whether the weights are the same."""
+        return TransferError(
+            f"whether the weights have changed since version {self.version} was sent cannot be "
+            "told, since the receivers take them by other paths now; send_weights() updates every "
+            "receiver"
+        )
+
+    def check_unchanged(
+        self, digests: Sequence[Mapping[str, str | None]], layout: str, *, verify: bool
+    ) -> None:
         """Raise TransferError unless the weights are those that were sent as this version before.
 
-        Logs a warning where this cannot be compared.
+        Where that cannot be told, too; without `verify` a warning is logged instead.
         """
-        pairs = [
-            (before.get(name), digest)
+        compared = [
+            _is_unchanged(before, now, same_layout=self.layout == layout)
             for before, now in zip(self.digests, digests, strict=False)
-            for name, digest in now.items()
+            if any(now.values())
         ]
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        if self.layout != layout or not known:
-            logger.warning(
-                "version %s is sent again unchecked: without fingerprints of the same layout, a "
-                "change of the weights cannot be detected",
-                self.version,
-            )
-        elif any(a != b for a, b in known):
+        if False in compared:
             raise TransferError(
                 f"the weights have changed since version {self.version} was sent; "
                 "send_weights() updates every receiver"
             )
+        if compared and None not in compared:
+            return
+        if verify:
+            raise self.unknown()
+        logger.warning(
+            "version %s is sent again unchecked: without verify=True a change of the weights "
+            "cannot be detected",
+            self.version,
+        )
+
+
+def _is_unchanged(
+    before: Mapping[str, str | None], now: Mapping[str, str | None], *, same_layout: bool
+) -> bool | None:
+    """Compare the digests of one rank's fingerprints; None where nothing covers all that was sent.
+
+    Those of lines do not depend on the layout of the stream.
+    """
+    taken = {name: digest for name, digest in now.items() if digest is not None}
+    known = {
+        name
+        for name in taken
+        if before.get(name) is not None and (same_layout or name == LINES_DIGEST)
+    }
+    if any(before[name] != taken[name] for name in known):
+        return False
+    covers_all = LINES_DIGEST in known or known >= taken.keys() - {LINES_DIGEST}
+    return True if known and covers_all else None

@@ -74,6 +74,21 @@ class SpotCheck:
         return sums
 
 
+class Look:
+    """One line of each of these tensors, as it is now. They have any layout, and are not kept."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._parts: list[tuple[int, int, SpotCheck]] = []
+        for first, stop in _batches(tensors):
+            memory = Memory([contiguous_bytes(tensor) for tensor in tensors[first:stop]])
+            self._parts.append((first, stop, SpotCheck(memory)))
+            memory.forget()  # copies, where tensors are not contiguous
+
+    def finds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors hold the same lines."""
+        return not any(check.changed_in(tensors[a:b]) for a, b, check in self._parts)
+
+
 def _sums_of(tensors: Sequence[torch.Tensor], widths: Words, begins: Words) -> Words:
     """Return the sums of `SpotCheck`, by torch and NumPy."""
     content = torch.zeros((len(begins), LINE), dtype=torch.uint8)
