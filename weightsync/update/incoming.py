@@ -265,11 +265,13 @@ class LoadTargets:
             self._checks = None, None
             self._subsets.clear()
         digest = layout.manifest.digest
-        if self._whole and self._whole[0] == digest:
+        if self._whole and self._whole[0] == digest and self._whole[1].is_current:
             return self._whole[1]
-        if digest in self._subsets:
-            self._subsets.move_to_end(digest)
-        return self._subsets.get(digest)
+        subset = self._subsets.pop(digest, None)
+        if subset is None or not subset.is_current:
+            return None
+        self._subsets[digest] = subset  # as the last one that was used
+        return subset
 
     @property
     def delta_forms(self) -> list[DeltaForm]:

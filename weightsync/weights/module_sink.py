@@ -336,6 +336,7 @@ class ModuleSink(WeightSink):
         self._chooses = swap == "auto"
         self.swap = self._choose_swap() if swap == "auto" else swap
         self._generation = 0
+        self.address_changes = 0
         self.settled()
         self._sharing = self._find_sharing()
         self._alone = self._find_alone({})
@@ -431,8 +432,13 @@ class ModuleSink(WeightSink):
 
     @_locked
     def settled(self) -> None:
-        """Record the tensors' addresses, so that `refresh` sees when other code moves them."""
+        """Record the tensors' addresses, so that `refresh` sees when other code moves them.
+
+        Called whenever this sink itself has moved tensors: `address_changes` counts that, for
+        load targets that were made for the addresses of before.
+        """
         self._addresses = [tensor.data_ptr() for tensor in self._held]
+        self.address_changes += 1
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of `tensor` had no other user when this sink first inspected it.
@@ -677,6 +683,7 @@ class _ModuleTarget(LoadTarget):
     def __init__(self, sink: ModuleSink, generation: int, destinations: Destinations) -> None:
         self._sink = sink
         self._generation = generation
+        self._address_changes = sink.address_changes
         self._stamps: list[int] | None = None
         self._note_sharing(destinations)
 
@@ -707,7 +714,6 @@ class _ModuleTarget(LoadTarget):
 
     @property
     def is_current(self) -> bool:
-        """Whether the module was the same at its last inspection as when this was opened."""
         return self._sink.generation == self._generation
 
     def validate(self) -> None:
@@ -997,6 +1003,10 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
         return None if copies is None else undo
 
     def commit(self) -> None:
+        if self._address_changes != self._sink.address_changes:
+            # A target of the whole model has moved the tensors, perhaps in this same commit.
+            self._address_changes = self._sink.address_changes
+            self.follow()
         self.holds_commit()
         self._copies.enqueue()
         self.note_commit()
@@ -1030,6 +1040,10 @@ class _InPlaceTarget(_ModuleTarget):
             self._copied += [(spec.name, tensor.detach(), view) for tensor in rest]
         self.memory = Memory(parts, shares=destinations.shares)
         self.takes_deltas = takes_lines(self.memory)
+
+    @property
+    def is_current(self) -> bool:
+        return super().is_current and self._address_changes == self._sink.address_changes
 
     def catch_up(self, layout: StreamLayout) -> LineMemory | None:
         if not (self.takes_deltas and self.is_in_use()) or self.memory is None:

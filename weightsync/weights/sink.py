@@ -116,6 +116,11 @@ class LoadTarget(ABC):
     takes_deltas: bool = False
     written: Marks | None = None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the destination was the same at its last inspection as when this was opened."""
+        return True
+
     def is_unused(self) -> bool:
         """Whether bytes may be written to `memory` without an inspection of the sink before.
 
