@@ -115,6 +115,19 @@ def test_one_that_joins_by_another_path_waits_where_none_can_lend(
         assert second.status().state == "READY"
 
 
+def test_one_in_place_is_not_written_to_where_nothing_can_be_compared() -> None:
+    two = make("plain", 2)
+    second = ws.WeightReceiver(two, apply="in_place")
+    with fleet(make("plain", 1), "in_place") as (trainer, sender):
+        version_1 = digests(trainer)
+        sender.add(far(second))
+        fill(trainer, 9)
+        with pytest.raises(ws.TransferError, match=UNKNOWN):
+            sender.resync(sender.targets[1])
+        assert (second.version, second.status().state) == (1, "READY")
+        assert digests(two) == version_1
+
+
 def test_one_that_joins_by_the_same_path_is_refused_a_changed_source() -> None:
     second = ws.WeightReceiver(Hook())
     with fleet(Hook(), "in_place") as (trainer, sender):

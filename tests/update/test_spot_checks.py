@@ -329,6 +329,9 @@ def test_lines_are_looked_up_in_tensors_of_any_layout(
     assert check.changed_in(kept) == []
     assert check.changed_in([*kept[:-2], torch.rand(4), kept[-1]]) == list(range(22))
     assert check.changed_in(kept[:-1]) == list(range(22))
+    kept[3] = kept[3].contiguous()
+    kept[3].untyped_storage().resize_(0)
+    assert check.changed_in(kept) != []
 
 
 def test_a_look_goes_by_the_loop_that_read_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
