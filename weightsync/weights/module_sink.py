@@ -749,6 +749,7 @@ class _StagedTarget(_ModuleTarget):
         The next update opens another target, since this one is not current any more. Raises
         TransferError where this process holds other slices now.
         """
+        self._address_changes = self._sink.address_changes
         now = self._sink.destinations(self._layout)
         if now.shares != self._shares or now.specs != self._specs:
             raise _moved()
@@ -1005,7 +1006,6 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
     def commit(self) -> None:
         if self._address_changes != self._sink.address_changes:
             # A target of the whole model has moved the tensors, perhaps in this same commit.
-            self._address_changes = self._sink.address_changes
             self.follow()
         self.holds_commit()
         self._copies.enqueue()
