@@ -32,9 +32,29 @@ def test_every_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
     written = {p.relative_to(docs).as_posix() for p in docs.rglob("*.md")}
     programs = {p.stem for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".sh")}
-    named = leaves(mkdocs()["nav"])
+    settings = mkdocs()
+    assert settings["not_in_nav"] == "/adr/0*.md\n"
+    decisions = {p.relative_to(docs).as_posix() for p in docs.glob("adr/0*.md")}
+    named = leaves(settings["nav"])
     assert sorted(named) == sorted(set(named))
-    assert set(named) == written | MADE_BY_THE_BUILD | {f"examples/{p}.md" for p in programs}
+    assert not decisions & set(named)
+    assert set(named) == written - decisions | MADE_BY_THE_BUILD | {
+        f"examples/{p}.md" for p in programs
+    }
+
+
+def test_every_decision_is_in_their_list_under_its_number_and_title() -> None:
+    pages = sorted((ROOT / "docs" / "adr").glob("0*.md"))
+    index = (ROOT / "docs" / "adr" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \[(\d{4})\]\((.+)\) \| (.+) \| \d{4}-\d\d-\d\d \|$", index, re.MULTILINE
+    )
+    titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in pages]
+    assert rows
+    assert [file for _, file, _ in rows] == [page.name for page in pages]
+    assert [f"# {number}: {title}" for number, _, title in rows] == titles
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
+    assert all(file.startswith(f"{number}-") for number, file, _ in rows)
 
 
 def test_nothing_is_fetched() -> None:
