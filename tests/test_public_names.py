@@ -83,22 +83,23 @@ import inspect, sys
 for name in ("fastapi", "prometheus_client", "ray", "safetensors"):
     sys.modules[name] = None  # as if it were not installed
 import weightsync as ws
+from weightsync.errors import install_hint
 assert not hasattr(ws, "server") and not hasattr(ws, "ray") and hasattr(ws, "testing")
 assert "connect" in dict(inspect.getmembers(ws))
 from weightsync import *
 try:
     ws.server
 except AttributeError as exc:
-    assert "pip install 'weightsync[server]'" in str(exc), exc
+    assert install_hint("server") in str(exc), exc
 try:
     from weightsync import server
 except ImportError as exc:
     assert isinstance(exc, ws.MissingExtraError)
-    assert "pip install 'weightsync[server]'" in str(exc), exc
+    assert install_hint("server") in str(exc), exc
 try:
     ws.SafetensorsSource(sys.argv[1])
 except ws.MissingExtraError as exc:
-    assert "pip install 'weightsync[safetensors]'" in str(exc), exc
+    assert install_hint("safetensors") in str(exc), exc
 else:
     raise AssertionError
 print("done")

@@ -32,6 +32,7 @@ from weightsync.errors import (
     TransportTimeout,
     VerificationError,
     WeightSyncError,
+    install_hint,
     shorten,
 )
 from weightsync.ranks import comm
@@ -541,9 +542,7 @@ def _ray_deliverer(handle: Any, timeout_s: float) -> _Deliver:
     try:
         tell_all = import_module("weightsync.transports.ray_actor").tell_all
     except ImportError as exc:
-        raise BackendUnavailableError(
-            "send_mode='ray' needs Ray: pip install 'weightsync[ray]'"
-        ) from exc
+        raise BackendUnavailableError(f"send_mode='ray' needs Ray: {install_hint('ray')}") from exc
     actors = list(handle) if isinstance(handle, list | tuple) else [handle]
 
     def send(info: IPCWeightTransferUpdateInfo) -> None:

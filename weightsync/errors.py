@@ -46,8 +46,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+INSTALL = "pip install '.[{extras}]'"
+"""The command that installs weightsync with extras."""
+INSTALL_PLACE = "in a clone of weightsync"
+"""Where INSTALL works; empty if anywhere.
+
+Nothing is released, so an index has no weightsync, or a stranger's. A release sets both constants
+to what works then, and runs docs/install_commands.py, which rewrites pages and examples.
+"""
 SHOWN_NAMES = 10
 _GATE_OF_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|w1)\.weight$")
+
+
+def install_hint(extras: str) -> str:
+    """Return the command that installs `extras`, names with commas between, and where it works."""
+    return f"{INSTALL.format(extras=extras)} {INSTALL_PLACE}".rstrip()
 
 
 def shorten(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:

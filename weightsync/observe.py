@@ -23,6 +23,7 @@ from weightsync.errors import (
     ConfigError,
     MissingExtraError,
     WeightSyncError,
+    install_hint,
 )
 from weightsync.wire.messages import (
     CALL_OF,
@@ -275,8 +276,7 @@ def progress_callback(progress: Shown) -> OnProgress | None:
             return ProgressBar()
         except ImportError as exc:
             raise MissingExtraError(
-                f"progress=True needs rich ({exc}); pip install 'weightsync[cli]', or give a "
-                "callback"
+                f"progress=True needs rich ({exc}); {install_hint('cli')}, or give a callback"
             ) from exc
     if progress and not callable(progress):
         raise ConfigError(f"progress must be True, False or a callback, not {progress!r}")

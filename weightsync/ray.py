@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
-from weightsync.errors import ConfigError, MissingExtraError
+from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.receiver import WeightReceiver
 from weightsync.transports.calls import CallThreads
 from weightsync.wire import problem
@@ -31,7 +31,7 @@ try:
     from weightsync.transports.ray_actor import METHOD, RayActorTransport
 except ImportError as exc:
     raise MissingExtraError(
-        f"weightsync.ray needs more packages ({exc}); pip install 'weightsync[ray]'"
+        f"weightsync.ray needs more packages ({exc}); {install_hint('ray')}"
     ) from exc
 
 __all__ = ["GROUP", "RayActorTransport", "WeightSyncActor", "remote"]

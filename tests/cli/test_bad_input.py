@@ -15,6 +15,7 @@ from tests.cli.running import TOKEN
 from weightsync.cli import main
 from weightsync.cli.app import VERBS
 from weightsync.cli.output import FAILED, REFUSED, UNREACHABLE, USAGE
+from weightsync.errors import install_hint
 
 
 class _Stranger(http.server.BaseHTTPRequestHandler):
@@ -262,7 +263,7 @@ def test_a_missing_package_is_named_before_any_process_starts(
         main(line.split())
     said = capsys.readouterr()
     assert (ended.value.code, said.out, said.err.count("\n")) == (FAILED, "", 1), said
-    assert f"needs {package}; pip install 'weightsync[{extra}]'" in said.err
+    assert f"needs {package}; {install_hint(extra)}" in said.err
 
 
 def test_a_private_token_file_is_taken(

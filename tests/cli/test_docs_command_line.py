@@ -17,6 +17,7 @@ from tests.cli.test_doctor import CHECKS
 from weightsync.cli.app import EXTRAS, VERBS, install
 from weightsync.cli.doctor import make_checks
 from weightsync.cli.output import FAILED, OK, REFUSED, UNREACHABLE, USAGE
+from weightsync.errors import install_hint
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 SHOWN_URL = "http://127.0.0.1:8000"
@@ -83,7 +84,7 @@ def test_the_extras_are_those_that_an_error_names() -> None:
         assert EXTRAS[name].split(",") == re.findall(r"`([a-z-]+)`", brought)
         (line,) = re.findall("`(pip .*)`", brought) or [""]
         assert install(name).endswith(line)
-        assert f"'weightsync[{EXTRAS[name]}]'" in install(name)
+        assert install_hint(EXTRAS[name]) in install(name)
 
 
 def test_every_verb_says_which_code_it_ends_with() -> None:

@@ -39,6 +39,7 @@ from weightsync.errors import (
     HandleError,
     RemoteError,
     TransferError,
+    install_hint,
 )
 from weightsync.integrations.sglang.files import WeightDirectory, list_homes
 from weightsync.shm.segment import Segment
@@ -466,7 +467,7 @@ def test_without_nixl_its_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     (finding,) = doctor.try_path("nixl", NixlBackend().trials())
     assert (finding.level, finding.works) == (Level.OK, False)
-    why = "the package nixl is not installed: pip install 'weightsync[nixl]'"
+    why = f"the package nixl is not installed: {install_hint('nixl')}"
     assert finding.seen == f"not tried: {why}"
 
 

@@ -26,6 +26,7 @@ from tests.cli.running import (
 from tests.server.live import make_app, serving
 from tests.shm.processes import environment
 from weightsync.cli.checkpoint import open_checkpoint
+from weightsync.errors import install_hint
 from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import CheckReply, CheckRequest, Status, StatusRequest
 
@@ -187,7 +188,7 @@ def test_a_push_that_is_ended_leaves_nothing(checkpoint: Path) -> None:
     ("hidden", "code", "said"),
     [
         ("", 2, "weightsync: nowhere does not exist; give a directory with"),
-        ("rich", 1, "push needs rich; pip install 'weightsync[safetensors,cli]'"),
+        ("rich", 1, f"push needs rich; {install_hint('safetensors,cli')}"),
     ],
 )
 def test_a_process_ends_with_one_line(hidden: str, code: int, said: str, tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def check_weightsync(words: list[str]) -> None:
 
 def check_extras(words: list[str], where: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for extras in re.findall(r"weightsync\[([\w,-]+)\]", " ".join(words)):
+    for extras in re.findall(r"(?:weightsync|\.)\[([\w,-]+)\]", " ".join(words)):
         lacking = set(extras.split(",")) - set(project["optional-dependencies"])
         assert not lacking, f"{where}: there is no extra {', '.join(lacking)}"
 
@@ -364,7 +364,7 @@ def test_a_command_that_there_is_not_is_found() -> None:
         "weightsync push x --too http://host": Exception,
         "weightsync throw x": AssertionError,
         "make dmeo": AssertionError,
-        "pip install 'weightsync[sever]'": AssertionError,
+        "pip install '.[sever]'": AssertionError,
         "python -m benchmarks.nothing": AssertionError,
         "frobnicate": AssertionError,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync import observe
+from weightsync.errors import install_hint
 from weightsync.observe import Observer, ProgressBar, Span, nested
 
 Event = dict[str, Any]
@@ -209,7 +211,7 @@ def test_a_bar_writes_nothing_where_stderr_is_no_terminal() -> None:
 
 def test_a_bar_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ws.BackendUnavailableError, match=r"pip install 'weightsync\[cli\]'"):
+    with pytest.raises(ws.BackendUnavailableError, match=re.escape(install_hint("cli"))):
         ws.connect(make(), to=ws.WeightReceiver(make()).handle, progress=True)
     with pytest.raises(ws.ConfigError, match="progress must be"):
         ws.connect(make(), to=[], progress=3)  # type: ignore[arg-type]  # that it is refused

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from weightsync import serve
+from weightsync.errors import install_hint
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("imports.py")
@@ -47,7 +48,7 @@ NEEDS = {
 ALL = " ".join(part for part in NEEDS if part != "weightsync.integrations.vllm.plugin")
 INDIFFERENT = "matplotlib uvicorn"
 """Packages that none of these parts imports; the verbs that need them say so, see tests/cli."""
-_LINE = re.compile(r"pip install 'weightsync\[([\w,-]+)\]'")
+_LINE = re.compile(re.escape(install_hint("EXTRAS")).replace("EXTRAS", r"([\w,-]+)"))
 OPTIONAL = {
     "PIL",
     "anyio",

@@ -22,10 +22,11 @@ WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # as where it is not installed
 import weightsync
+from weightsync.errors import install_hint
 try:
     weightsync.ray
 except AttributeError as exc:
-    assert "pip install 'weightsync[ray]'" in str(exc), exc
+    assert install_hint("ray") in str(exc), exc
     print("told")
 """
 

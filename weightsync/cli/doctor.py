@@ -365,7 +365,7 @@ def check_ray() -> Sequence[Finding]:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        return [ok("ray", "not installed; needed for Ray actors alone (weightsync[ray])")]
+        return [ok("ray", "not installed; needed for Ray actors alone (extra ray)")]
     if _numbers(version) < OLDEST_RAY:
         remedy = f"install ray {_dotted(OLDEST_RAY)} or later"
         return [warning("ray", f"ray {version} is too old", remedy)]

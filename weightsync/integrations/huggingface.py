@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightsync.arguments import Dtype, as_dtype
-from weightsync.errors import ConfigError, MissingExtraError
+from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.specs import Manifest
 from weightsync.tensors import sent_dtype, spec_of
 from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
@@ -22,7 +22,7 @@ try:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 except ImportError as exc:
-    raise MissingExtraError(f"adapters need peft ({exc}); pip install 'weightsync[peft]'") from exc
+    raise MissingExtraError(f"adapters need peft ({exc}); {install_hint('peft')}") from exc
 
 _BASE = "base_layer"
 _SAVED = "modules_to_save"

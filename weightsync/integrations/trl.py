@@ -21,7 +21,7 @@ from torch import nn
 from weightsync import sender as sending
 from weightsync.arguments import Dtype
 from weightsync.backends.registry import BackendChoice
-from weightsync.errors import ConfigError, MissingExtraError
+from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.integrations.trl_rollouts import ServedRollouts
 from weightsync.observe import Shown
 from weightsync.ranks.replicas import CheckReplicas
@@ -43,7 +43,7 @@ try:
     )
 except ImportError as exc:
     raise MissingExtraError(
-        f"the trainers' callback needs transformers ({exc}); pip install 'weightsync[trl]'"
+        f"the trainers' callback needs transformers ({exc}); {install_hint('trl')}"
     ) from exc
 
 __all__ = ["ConnectSettings", "ServedRollouts", "WeightSyncCallback"]

@@ -34,6 +34,7 @@ from weightsync.errors import (
     TransferCancelled,
     TransferError,
     TransferTimeout,
+    install_hint,
 )
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
@@ -55,7 +56,8 @@ try:
     from weightsync.server.router import weight_router
 except ImportError as exc:
     raise MissingExtraError(
-        f"this needs weightsync[server] and a verl with checkpoint engines, 0.9.1 ({exc})"
+        f"this needs the extra server and a verl with checkpoint engines, 0.9.1 ({exc}); "
+        f"{install_hint('server')}"
     ) from exc
 
 T = TypeVar("T")

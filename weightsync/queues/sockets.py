@@ -26,6 +26,7 @@ from weightsync.errors import (
     PeerLostError,
     ProtocolError,
     TransferError,
+    install_hint,
 )
 from weightsync.queues.codec import Encoded
 from weightsync.shm.addresses import source_address
@@ -35,7 +36,7 @@ from weightsync.shm.wait import WaitPolicy, wait
 try:
     import zmq
 except ImportError as exc:
-    raise MissingExtraError("message queues need pyzmq; pip install 'weightsync[server]'") from exc
+    raise MissingExtraError(f"message queues need pyzmq; {install_hint('server')}") from exc
 
 LOCAL, REMOTE = b"L", b"R"
 """Topics: messages that fit no slot, for this host; all messages, for other hosts."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.errors import MissingExtraError
+from weightsync.errors import MissingExtraError, install_hint
 
 try:
     import transformers
     from transformers.utils import logging as transformers_logging
 except ImportError as exc:
     raise MissingExtraError(
-        f"running a model needs transformers ({exc}); pip install 'weightsync[hf]'"
+        f"running a model needs transformers ({exc}); {install_hint('hf')}"
     ) from exc
 
 __all__ = ["hf", "hf_logging"]

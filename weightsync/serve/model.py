@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError
+from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError, install_hint
 from weightsync.serve.hugging_face import hf, hf_logging
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import (
@@ -190,8 +190,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     for package in ("gguf", "accelerate"):
         if import_util.find_spec(package) is None:
             raise MissingExtraError(
-                f"reading {source.name} needs the package {package}; "
-                "pip install 'weightsync[demo-tools]'"
+                f"reading {source.name} needs the package {package}; {install_hint('demo-tools')}"
             )
     loaded = _load_directory(
         source.parent,

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError
+from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError, install_hint
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor
 
@@ -92,7 +92,7 @@ try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 except ImportError as exc:
     raise MissingExtraError(
-        f"making a tokenizer needs tokenizers ({exc}); pip install 'weightsync[hf]'"
+        f"making a tokenizer needs tokenizers ({exc}); {install_hint('hf')}"
     ) from exc
 
 TINY_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")

@@ -27,6 +27,7 @@ from weightsync.errors import (
     MissingExtraError,
     ProcessLostError,
     WeightSyncError,
+    install_hint,
 )
 from weightsync.serve.child_process import Child, ChildSpec
 
@@ -34,7 +35,7 @@ try:
     import psutil
 except ModuleNotFoundError as exc:
     raise MissingExtraError(
-        f"process trees need the package {exc.name}; pip install 'weightsync[server]'"
+        f"process trees need the package {exc.name}; {install_hint('server')}"
     ) from exc
 
 SHUTDOWN_S = 5.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.errors import ConfigError, MissingExtraError, ProcessLostError
+from weightsync.errors import ConfigError, MissingExtraError, ProcessLostError, install_hint
 
 try:
     import ray
     from ray.exceptions import RayError, RayTaskError
 except ModuleNotFoundError as exc:
     raise MissingExtraError(
-        f"engines on Ray need the package {exc.name}; pip install 'weightsync[ray]'"
+        f"engines on Ray need the package {exc.name}; {install_hint('ray')}"
     ) from exc
 
 

@@ -22,7 +22,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
 from msgspec.structs import asdict
 
-from weightsync.errors import MissingExtraError
+from weightsync.errors import MissingExtraError, install_hint
 from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
@@ -40,7 +40,7 @@ try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 except ModuleNotFoundError as exc:
     raise MissingExtraError(
-        f"the status page needs the package {exc.name}; pip install 'weightsync[hf]'"
+        f"the status page needs the package {exc.name}; {install_hint('hf')}"
     ) from exc
 
 FRESH_S = 0.5

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from weightsync.errors import ConfigError, MissingExtraError
+from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.queues.codec import Tensor
 from weightsync.serve.hugging_face import hf
 from weightsync.serve.openai_protocol import RequestError
@@ -18,9 +18,7 @@ from weightsync.serve.openai_protocol import RequestError
 try:
     from PIL import Image, ImageOps
 except ImportError as exc:
-    raise MissingExtraError(
-        f"reading images needs Pillow ({exc}); pip install 'weightsync[hf]'"
-    ) from exc
+    raise MissingExtraError(f"reading images needs Pillow ({exc}); {install_hint('hf')}") from exc
 
 IMAGE_TOKEN = "<image>"  # noqa: S105 # a token of text
 TINY_IMAGE_SIZE = 16

@@ -7,7 +7,7 @@ Needs the extra `server`: the modules import fastapi and prometheus_client.
 
 from __future__ import annotations
 
-from weightsync.errors import MissingExtraError
+from weightsync.errors import MissingExtraError, install_hint
 
 try:
     from weightsync.server.auth import Token, TokenAuth, resolve_token
@@ -15,7 +15,7 @@ try:
     from weightsync.server.workers import Workers, worker_path, workers_router
 except ImportError as exc:
     raise MissingExtraError(
-        f"weightsync.server needs more packages ({exc}); pip install 'weightsync[server]'"
+        f"weightsync.server needs more packages ({exc}); {install_hint('server')}"
     ) from exc
 
 __all__ = [

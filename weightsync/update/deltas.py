@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import WeightSyncError, install_hint
 from weightsync.ranks.commands import ChangeEstimate, CommandResult, DeltaTask, EstimateChanges
 from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
@@ -210,5 +210,5 @@ def why_never(choice: DeltaChoice, manifest: Manifest) -> str:
     if manifest.nbytes < MIN_NBYTES:
         return f"a model of less than {MIN_NBYTES >> 20} MiB is sent whole"
     if importlib.util.find_spec("numba") is None:
-        return "numba is not installed: pip install 'weightsync[delta]'"
+        return f"numba is not installed: {install_hint('delta')}"
     return ""

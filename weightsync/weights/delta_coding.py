@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.errors import BackendUnavailableError, ProtocolError
+from weightsync.errors import BackendUnavailableError, ProtocolError, install_hint
 from weightsync.weights.lines import WORDS, Indices, Words, kernels
 
 VALUES = 4 * WORDS
@@ -207,7 +207,7 @@ def _compressed(part: npt.NDArray[Any]) -> bytes:
     if module is None:
         raise BackendUnavailableError(
             "zstandard is not installed, which packs deltas for slow paths: "
-            "pip install 'weightsync[delta]'"
+            f"{install_hint('delta')}"
         )
     return bytes(module.ZstdCompressor(level=LEVEL).compress(part.tobytes()))
 
@@ -219,7 +219,7 @@ def _decompressed(
     module: Any = zstd()
     if module is None:
         raise BackendUnavailableError(
-            "zstandard is not installed, which unpacks deltas: pip install 'weightsync[delta]'"
+            f"zstandard is not installed, which unpacks deltas: {install_hint('delta')}"
         )
     nbytes = count * np.dtype(kind).itemsize
     try:

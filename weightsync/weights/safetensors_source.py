@@ -23,6 +23,7 @@ from weightsync.errors import (
     MissingExtraError,
     TransferError,
     VerificationError,
+    install_hint,
     shorten,
 )
 from weightsync.specs import Manifest, TensorSpec, rounds
@@ -361,7 +362,7 @@ def _described(file: Path, header: bytes, nbytes: int) -> Iterator[Any]:
         import safetensors  # noqa: PLC0415  # not needed by a program that names the class alone
     except ImportError as exc:
         raise MissingExtraError(
-            f"reading a checkpoint needs safetensors ({exc}); pip install 'weightsync[safetensors]'"
+            f"reading a checkpoint needs safetensors ({exc}); {install_hint('safetensors')}"
         ) from exc
     descriptor = os.memfd_create("weightsync-header", os.MFD_CLOEXEC)
     try:

@@ -18,7 +18,7 @@ import torch
 
 from weightsync.backends.base import Endpoint, Reach, Trial
 from weightsync.backends.tcp.backend import TcpBackend
-from weightsync.errors import BackendUnavailableError
+from weightsync.errors import BackendUnavailableError, install_hint
 
 if TYPE_CHECKING:
     from weightsync.backends.tcp.carrier import Carrier
@@ -39,7 +39,7 @@ class NixlBackend(TcpBackend):
         """Return NIXL's version, and whether there is an RDMA device."""
         if importlib.util.find_spec("nixl") is None:
             raise BackendUnavailableError(
-                "the package nixl is not installed: pip install 'weightsync[nixl]'"
+                f"the package nixl is not installed: {install_hint('nixl')}"
             )
         return {"version": importlib.metadata.version("nixl"), "rdma": bool(_rdma_devices())}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from weightsync.errors import BackendUnavailableError, MissingExtraError
+from weightsync.errors import BackendUnavailableError, MissingExtraError, install_hint
 from weightsync.integrations.vllm import pauses
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 except ImportError as exc:
     raise MissingExtraError(
-        f"this needs a vLLM with weight transfer engines ({exc}); pip install 'weightsync[vllm]'"
+        f"this needs a vLLM with weight transfer engines ({exc}); {install_hint('vllm')}"
     ) from exc
 
 logger = logging.getLogger(__name__)
