@@ -25,7 +25,7 @@ from weightsync.update.fetch_client import fetch_from, fetch_from_first
 from weightsync.update.gate import OnCommit, OnHold, OnRelease
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
-from weightsync.update.senders import Senders, check_protocol, installed_backend
+from weightsync.update.senders import Senders, installed_backend
 from weightsync.update.session import ReceiverSession
 from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.shards import holds_shards
@@ -33,6 +33,7 @@ from weightsync.weights.sink import HookSink, LoadWeights, WeightSink
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     PROTOCOL,
+    PROTOCOL_MIN,
     AbortRequest,
     CheckReply,
     CheckRequest,
@@ -45,6 +46,7 @@ from weightsync.wire.messages import (
     OpenUpdate,
     PauseRequest,
     PrepareRequest,
+    Protocols,
     Reply,
     Request,
     ResetCacheRequest,
@@ -57,6 +59,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRecord,
     UpdateRequest,
+    choose_protocol,
 )
 from weightsync.wire.offers import Message
 
@@ -247,6 +250,7 @@ class WeightReceiver:
             status = Status(
                 instance=self.instance,
                 protocol=PROTOCOL,
+                protocol_min=PROTOCOL_MIN,
                 state=lifecycle.state.value,
                 version=lifecycle.version,
                 may_generate=lifecycle.may_generate,
@@ -329,18 +333,20 @@ class WeightReceiver:
         self._session.close(for_good=for_good)
 
     def _init(self, request: InitRequest) -> InitReply:
-        info = request.init_info
-        if request.probe is not None:
-            probe = request.probe
+        info, probe = request.init_info, request.probe
+        if probe is not None:
             installed_backend(probe.backend).check_probe(probe.payload, self._session.senders.keys)
-        if info is not None:
-            check_protocol(info, PROTOCOL)
-            self._session.init(info)
+        if info is None:
+            return InitReply(status=self.status())
+        offered = Protocols(info.protocol_min, info.protocol_max)
+        chosen = choose_protocol(offered, Protocols(PROTOCOL_MIN, PROTOCOL))
+        self._session.init(info)
         return InitReply(
             status=self.status(),
-            path=info.path if info else None,
-            payload=self._session.senders.get(info.sender).init_reply() if info else None,
-            widened=self._session.widened(info.sender) if info else None,
+            path=info.path,
+            payload=self._session.senders.get(info.sender).init_reply(),
+            widened=self._session.widened(info.sender),
+            protocol=chosen,
         )
 
     def _shutdown(self, request: ShutdownRequest) -> Status:

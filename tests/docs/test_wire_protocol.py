@@ -18,7 +18,7 @@ from weightsync.server import weight_router
 from weightsync.testing import TinyModel
 from weightsync.wire import messages, offers, problem
 from weightsync.wire.messages import CALLS, REPLIES
-from weightsync.wire.offers import Message
+from weightsync.wire.offers import Message, ReplyMessage
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-protocol.md").read_text(encoding="utf-8")
 ALIASES = {
@@ -34,7 +34,7 @@ def structs() -> dict[str, type[msgspec.Struct]]:
         name: kind
         for module in (messages, offers, ipc_payload, tcp_payload)
         for name, kind in inspect.getmembers(module, inspect.isclass)
-        if issubclass(kind, Message) and kind is not Message
+        if issubclass(kind, Message) and kind not in (Message, ReplyMessage)
     }
     return {**found, "Problem": problem.Problem}
 

@@ -289,7 +289,7 @@ BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], st
         ws.HandleError,
         "not one of the sender's",
     ),
-    "other protocol": (set_in("protocol_min", 2), ws.ProtocolError, "same version"),
+    "other protocol": (set_in("protocol_min", 2), ws.ProtocolError, "2 to 1, which is no range"),
     "unknown backend": (set_in("backend", "pigeon"), ws.BackendUnavailableError, "'pigeon'"),
     "a backend that is no name": (set_in("backend", "a/../b"), ws.ProtocolError, "backend"),
     "no payload": (set_in("payload", None), ws.ProtocolError, "IpcInit"),

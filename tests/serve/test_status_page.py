@@ -52,7 +52,7 @@ from weightsync.wire.messages import (
     Status,
     UpdateRecord,
 )
-from weightsync.wire.offers import Owner
+from weightsync.wire.offers import OwnerStatus
 
 WAIT_S = 60
 WAIT_MS = WAIT_S * 1000
@@ -254,7 +254,7 @@ def test_the_fleet_is_what_the_sender_said_with_the_last_update() -> None:
     former = FleetRecord(sender="x", version=6, servers=[FleetServer(target="former")])
     old = report(status(6), recent=[record(6)], fleet=former)
     # A sender that only connected has sent nothing yet: the fleet is still that of the other.
-    held = status(7, owner=Owner(id="o", name="a new sender"))
+    held = status(7, owner=OwnerStatus(id="o", name="a new sender"))
     fragment = render_fragment(snapshot(old, report(held, recent=[record(7)], fleet=told)))
     said = section(fragment, "fleet")
     assert said.startswith("Fleet of trainer on h at version 7 ")

@@ -169,7 +169,7 @@ def test_replies_are_checked_too() -> None:
     with pytest.raises(ProtocolError, match=r"\$\.version"):
         codec.decode_reply("finish_weight_update", b'{"state":"READY","version":"3"}')
     with pytest.raises(ProtocolError, match="is not valid"):
-        codec.reply_from_plain("weight_checker", plain)
+        codec.reply_from_plain("weight_info", plain)
 
 
 STEP: dict[str, object] = {"state": "READY", "version": 3, "apply": "staged", "verified": "held"}

@@ -42,7 +42,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRequest,
 )
-from weightsync.wire.offers import Owner
+from weightsync.wire.offers import OwnerStatus
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
     return Status(
         instance=hashlib.blake2b(instances, digest_size=8).hexdigest(),
         protocol=min(status.protocol for status in held),
+        protocol_min=max(status.protocol_min for status in held),
         state=_least_ready(status.state for status in held),
         version=min(status.version for status in held),
         may_generate=len(versions) == 1 and all(status.may_generate for status in held),
@@ -140,7 +141,7 @@ def _paths(held: Sequence[Status]) -> dict[str, str]:
     return {sender: ", ".join(sorted(paths)) for sender, paths in found.items()}
 
 
-def _standing(owner: Owner) -> tuple[bool, int]:
+def _standing(owner: OwnerStatus) -> tuple[bool, int]:
     return owner.alive, owner.term
 
 

@@ -40,9 +40,12 @@ from weightsync.transports.calls import (
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
+    PROTOCOL,
+    PROTOCOL_MIN,
     AbortRequest,
     FinishRequest,
     InitReply,
+    Protocols,
     Reply,
     Request,
     ShutdownRequest,
@@ -50,7 +53,7 @@ from weightsync.wire.messages import (
     StatusRequest,
     StepReply,
 )
-from weightsync.wire.offers import Owner
+from weightsync.wire.offers import Owner, OwnerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +99,11 @@ class Member:
     `name` is set where another member's transport has the same target, `server` for a worker of a
     server with several. Rank `rank` of the trainer sends to the member on `path`, of this `cost`,
     by the engine of `backend`, where its index is `reader`. `skipped` has the reason why each other
-    path was not taken. `sender` is the sender id that the receiver knows, `released` the same id
-    after the memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0
-    before the first status. `owned` says that this sender has been its owner, `replaced_by` is the
-    owner after it of which its user was told.
+    path was not taken. `protocol` is the one that the receiver chose at init, 0 before. `sender` is
+    the sender id that the receiver knows, `released` the same id after the memory was withdrawn.
+    `term` is this sender's term as the owner of the receiver, 0 before the first status. `owned`
+    says that this sender has been its owner, `replaced_by` is the owner after it of which its user
+    was told.
 
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
@@ -117,6 +121,7 @@ class Member:
     cost: float = 0.0
     reader: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
+    protocol: int = 0
     sender: str = ""
     released: str = ""
     term: int = 0
@@ -212,6 +217,11 @@ class Fleet:
         """Timeout of requests that a live receiver answers at once."""
         return min(self.timeout_s, _BRIEF_S)
 
+    @property
+    def protocols(self) -> Protocols:
+        """The protocols of this sender."""
+        return Protocols(PROTOCOL_MIN, PROTOCOL)
+
     def observe_versions(self, versions: Iterable[int]) -> None:
         """Raise `version` to the newest of these versions, which receivers hold."""
         self.version = max([self.version, *versions])
@@ -229,7 +239,7 @@ class Fleet:
         name = f"{socket.gethostname()}, pid {os.getpid()}"[:256]
         return Owner(id=self._token, name=name, term=member.term, yields=self.yields)
 
-    def owns(self, owner: Owner) -> bool:
+    def owns(self, owner: OwnerStatus) -> bool:
         """Whether `owner` is this fleet's sender."""
         return owner.id == self._token
 

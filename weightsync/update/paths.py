@@ -33,7 +33,7 @@ from weightsync.ranks.commands import Connect, Open, RankInfo, Withdraw
 from weightsync.specs import FLOATING
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
 from weightsync.wire.codec import manifest_to_wire
-from weightsync.wire.messages import PROTOCOL, InitReply, InitRequest, Request, ShutdownRequest
+from weightsync.wire.messages import InitReply, InitRequest, Protocols, Request, ShutdownRequest
 from weightsync.wire.offers import InitInfo, ProbeRequest
 
 logger = logging.getLogger(__name__)
@@ -364,8 +364,8 @@ class PathSelector:
                 init_info=InitInfo(
                     backend=name,
                     path=member.path,
-                    protocol_min=PROTOCOL,
-                    protocol_max=PROTOCOL,
+                    protocol_min=fleet.protocols.oldest,
+                    protocol_max=fleet.protocols.newest,
                     sender=group.rank_infos[member.rank].sender_id,
                     manifest=self._manifest,
                     lease_s=fleet.timeout_s,
@@ -382,9 +382,10 @@ class PathSelector:
             return answers
         for i, answer in enumerate(answers):
             if answer.error is None:
-                answers[i] = _same_instance(answer)
+                answers[i] = _checked(answer, fleet.protocols)
             if answers[i].error is None:
                 answer.member.status = answer.status
+                answer.member.protocol = _chosen(answer)
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
                 self._warn_of_rounding(answer)
                 answer.member.owned = True
@@ -492,16 +493,29 @@ def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:
     return failed
 
 
-def _same_instance(answer: MemberReply) -> MemberReply:
-    """Return the result, or an error where another instance replied than to the status request."""
+def _checked(answer: MemberReply, protocols: Protocols) -> MemberReply:
+    """Return the result, or an error where it is not that of an init which this sender can use.
+
+    It is none where another instance replied than to the status request, and where the receiver
+    chose a protocol that this sender does not have.
+    """
     before, now = answer.member.status.instance, answer.status.instance
-    if before == now:
+    chosen, target = _chosen(answer), answer.member.target
+    if before != now:
+        text = (
+            f"{target} answered as instance {before} and then as {now}: it was restarted in "
+            "between, or several receivers share this target; name each of them by itself"
+        )
+    elif not protocols.oldest <= chosen <= protocols.newest:
+        text = f"{target} chose protocol {chosen}; this sender has {protocols}"
+    else:
         return answer
-    error = ProtocolError(
-        f"{answer.member.target} answered as instance {before} and then as {now}: it was restarted "
-        "in between, or several receivers share this target; name each of them by itself"
-    )
-    return MemberReply(answer.member, error=error)
+    return MemberReply(answer.member, error=ProtocolError(text))
+
+
+def _chosen(answer: MemberReply) -> int:
+    """Return the protocol that a receiver chose."""
+    return answer.reply.protocol if isinstance(answer.reply, InitReply) else 0
 
 
 def _unavailable(members: Sequence[Member]) -> WeightSyncError:

@@ -13,8 +13,14 @@ from weightsync.errors import (
     TransportError,
 )
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, names, raise_first
-from weightsync.wire.messages import PROTOCOL, AbortRequest, FinishRequest, Status, StatusRequest
-from weightsync.wire.offers import Owner, describe, utc
+from weightsync.wire.messages import (
+    AbortRequest,
+    FinishRequest,
+    Status,
+    StatusRequest,
+    choose_protocol,
+)
+from weightsync.wire.offers import OwnerStatus, describe, utc
 
 logger = logging.getLogger(__name__)
 
@@ -97,19 +103,19 @@ def abort_prepared(fleet: Fleet, member: Member) -> None:
 def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool) -> None:
     """Record the members' statuses, and check that they can be connected.
 
-    Raises ConfigError when two targets are one receiver, ProtocolError for a receiver of another
-    protocol version, SenderConflictError for a receiver that belongs to another living sender, and
-    SenderReplacedError for one that another sender has taken from this one, alive or not.
+    Raises ConfigError when two targets are one receiver, ProtocolError for a receiver with which
+    this sender has no common protocol, SenderConflictError for a receiver that belongs to another
+    living sender, and SenderReplacedError for one that another sender has taken from this one,
+    alive or not.
     """
     checked = {answer.member for answer in answers}
     seen = {member.status.instance: member for member in fleet.members if member not in checked}
     for answer in answers:
         answer.member.status = answer.status
-        if answer.status.protocol != PROTOCOL:
-            raise ProtocolError(
-                f"{answer.member.target} uses protocol {answer.status.protocol}, this sender "
-                f"{PROTOCOL}; install the same version of weightsync on both sides"
-            )
+        try:
+            choose_protocol(fleet.protocols, answer.status.protocols)
+        except ProtocolError as exc:
+            raise ProtocolError(f"{answer.member.target}: {exc}") from None
         known = seen.setdefault(answer.status.instance, answer.member)
         if known is not answer.member:
             raise ConfigError(
@@ -131,7 +137,7 @@ def check_fleet(fleet: Fleet, answers: Sequence[MemberReply], *, takeover: bool)
         answer.member.term = max(answer.member.term, 1)
 
 
-def other_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> Owner | None:
+def other_owner(fleet: Fleet, answer: MemberReply, *, takeover: bool) -> OwnerStatus | None:
     """Return the other living sender that owns a member, None where this sender may take it.
 
     With `takeover`, members that this sender has not owned yet are taken. An owner of a lower term

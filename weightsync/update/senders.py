@@ -26,7 +26,7 @@ from weightsync.specs import Manifest
 from weightsync.update.lifecycle import UpdateLifecycle
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import SharedMemoryUsage
-from weightsync.wire.offers import InitInfo, Owner, describe, utc
+from weightsync.wire.offers import InitInfo, Owner, OwnerStatus, describe, utc
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class Senders:
         self._opening = ""
         self._receiving: WeightTransferEngine | None = None
         self._generations: OrderedDict[str, int] = OrderedDict()
-        self._owner: Owner | None = None
+        self._owner: OwnerStatus | None = None
         self._owned: set[str] = set()
 
     @property
-    def owner(self) -> Owner | None:
+    def owner(self) -> OwnerStatus | None:
         """The last owner of this receiver, None before the first."""
         alive = any(self.alive(sender) for sender in list(self._owned))
         return replace(self._owner, alive=alive) if self._owner else None
@@ -105,7 +105,7 @@ class Senders:
             self._set_owner(info.owner, info.sender, replaced)
         return manifest
 
-    def replaces(self, info: InitInfo) -> Owner | None:
+    def replaces(self, info: InitInfo) -> OwnerStatus | None:
         """Return the living owner that this offer replaces, None where there is none.
 
         Raises SenderConflictError where the offer may not replace it.
@@ -123,14 +123,20 @@ class Senders:
             )
         return owner
 
-    def _set_owner(self, owner: Owner, sender: str, replaced: Owner | None) -> None:
+    def _set_owner(self, owner: Owner, sender: str, replaced: OwnerStatus | None) -> None:
         if replaced is not None:
             logger.warning("%s takes this receiver over from %s", owner.name, describe(replaced))
             for other in [s for s in self._owned if s != sender and self.alive(s)]:
                 self.close(other)
         known = self._owner
         if known is None or known.id != owner.id:
-            self._owner = replace(owner, since=time.time())
+            self._owner = OwnerStatus(
+                id=owner.id,
+                name=owner.name,
+                term=owner.term,
+                yields=owner.yields,
+                since=time.time(),
+            )
             self._owned.clear()
         self._owned.add(sender)
 
@@ -292,15 +298,6 @@ def _engine_of(name: str, keys: list[str]) -> WeightTransferEngine:
         made, WeightTransferEngine, f"{method} returned", BackendUnavailableError
     )
     return engine
-
-
-def check_protocol(info: InitInfo, protocol: int) -> None:
-    """Raise ProtocolError unless the sender supports this receiver's protocol version."""
-    if not info.protocol_min <= protocol <= info.protocol_max:
-        raise ProtocolError(
-            f"the sender supports protocols {info.protocol_min} to {info.protocol_max}, this "
-            f"receiver {protocol}; install the same version of weightsync on both sides"
-        )
 
 
 @dataclass(slots=True)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast, get_args
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from weightsync.errors import ProtocolError
-from weightsync.report import Apply, Verification
 from weightsync.specs import Manifest
 from weightsync.wire.messages import (
     CALL_OF,
     CALLS,
     NO_PICKLES,
+    PROTOCOL,
+    PROTOCOL_MIN,
     REPLIES,
     EmptyUpdate,
     HandlesUpdate,
     InitRequest,
+    Protocols,
     RegisteredUpdate,
     Reply,
     Request,
     StartTerms,
-    StateName,
-    Status,
-    StepReply,
     UpdateInfo,
     UpdateRequest,
+    choose_protocol,
 )
 from weightsync.wire.offers import InitInfo, ManifestMessage, Message, ProbeRequest, UpdateId
 from weightsync.wire.struct_types import prepare
@@ -48,6 +48,13 @@ class _UpdateEnvelope(msgspec.Struct, forbid_unknown_fields=True):
     update_id: UpdateId | None = None
     start: StartTerms | None = None
     prepare: bool = False
+
+
+class _InitShape(msgspec.Struct):
+    """The fields of an init_info that say which protocols the sender has."""
+
+    protocol_min: int
+    protocol_max: int
 
 
 class _UpdateShape(msgspec.Struct):
@@ -112,12 +119,11 @@ def check_reply(call: str, reply: object) -> None:
     """
     if not isinstance(reply, REPLIES[call]):
         raise ProtocolError(f"the peer's reply to {call} is a {type(reply).__name__}")
-    for name, words in _WORDS.get(type(reply), ()):
-        if getattr(reply, name) not in words:
-            raise ProtocolError(
-                f"the peer's reply to {call} is not valid: {name} is {getattr(reply, name)!r:.80}, "
-                f"not one of {', '.join(words)}"
-            )
+    try:
+        plain = msgspec.to_builtins(reply)
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise ProtocolError(f"the peer's reply to {call} is not valid: {exc}") from exc
+    reply_from_plain(call, plain)
 
 
 def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
@@ -144,7 +150,24 @@ def parse_init_info(data: object) -> InitInfo | None:
         return None
     if isinstance(data, Mapping) and "backend" not in data:
         raise ProtocolError("init_info has no backend; send {} or a whole init_info")
-    return _convert(data, InitInfo)
+    try:
+        return _convert(data, InitInfo)
+    except ProtocolError:
+        _check_protocols(data)
+        raise
+
+
+def _check_protocols(data: object) -> None:
+    """Raise ProtocolError for an init_info of protocols that this version does not have.
+
+    Its other fields need not be those of this version.
+    """
+    try:
+        shape = msgspec.convert(data, _InitShape)
+    except (msgspec.ValidationError, RecursionError):
+        return
+    sender = Protocols(shape.protocol_min, shape.protocol_max)
+    choose_protocol(sender, Protocols(PROTOCOL_MIN, PROTOCOL))
 
 
 def decode_payload(payload: Any, kind: type[T]) -> T:
@@ -167,20 +190,6 @@ def parse_update_info(data: object) -> UpdateInfo:
 def _is_empty(data: object) -> bool:
     return data is None or data == {}
 
-
-_WORDS: dict[type[Message], Sequence[tuple[str, Sequence[str]]]] = {
-    StepReply: (
-        ("state", get_args(StateName)),
-        ("apply", get_args(Apply)),
-        ("verified", get_args(Verification)),
-    ),
-    Status: (
-        ("state", get_args(StateName)),
-        ("apply", get_args(Apply)),
-        ("verification", get_args(Verification)),
-    ),
-}
-"""The fields of replies on which a sender decides, with the words that they may hold."""
 
 _ENVELOPES: dict[type[Message], type[msgspec.Struct]] = {
     InitRequest: _InitEnvelope,
@@ -230,4 +239,4 @@ def _invalid(kind: type, exc: Exception) -> ProtocolError:
 
 prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
 prepare(InitInfo)
-prepare(_UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)
+prepare(_InitShape, _UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)

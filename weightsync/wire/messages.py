@@ -1,4 +1,4 @@
-"""The control messages: frozen structs, unknown fields refused.
+"""The control messages: frozen structs. Unknown fields are refused in requests, ignored in replies.
 
 A steady update is two of them, UpdateRequest (carrying start and prepare) and FinishRequest.
 """
@@ -6,11 +6,11 @@ A steady update is two of them, UpdateRequest (carrying start and prepare) and F
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, UnsetType
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.report import Apply, SyncReport, Verification
 from weightsync.wire.offers import (
     BackendName,
@@ -19,8 +19,9 @@ from weightsync.wire.offers import (
     ManifestMessage,
     Message,
     Name,
-    Owner,
+    OwnerStatus,
     ProbeRequest,
+    ReplyMessage,
     Shape,
     Size,
     UpdateId,
@@ -28,7 +29,41 @@ from weightsync.wire.offers import (
 )
 from weightsync.wire.problem import Problem
 
-PROTOCOL = 1  # `init` compares ranges
+PROTOCOL_MIN = 1
+PROTOCOL = 1
+"""The oldest and the newest protocol of this version of weightsync.
+
+docs/wire-protocol.md says what a new number is for; tests/wire has recorded messages of each.
+"""
+
+
+class Protocols(NamedTuple):
+    """The protocols of one side, `oldest` to `newest`."""
+
+    oldest: int
+    newest: int
+
+    def __str__(self) -> str:
+        newest = "" if self.oldest == self.newest else f" to {self.newest}"
+        return f"{self.oldest}{newest}"
+
+
+def choose_protocol(sender: Protocols, receiver: Protocols) -> int:
+    """Return the newest protocol that both sides have.
+
+    Raises ProtocolError where there is none. It says which side to upgrade.
+    """
+    for side, own in (("sender", sender), ("receiver", receiver)):
+        if own.oldest > own.newest:
+            raise ProtocolError(f"the {side} has protocols {own}, which is no range")
+    chosen = min(sender.newest, receiver.newest)
+    if chosen < max(sender.oldest, receiver.oldest):
+        older = "sender" if sender.newest < receiver.newest else "receiver"
+        raise ProtocolError(
+            f"no common protocol: the sender has {sender}, the receiver {receiver}; install a "
+            f"newer weightsync on the {older}'s side"
+        )
+    return chosen
 
 
 class InitRequest(Message, frozen=True, kw_only=True):
@@ -351,7 +386,7 @@ CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
 WorkerPath = Annotated[str, Meta(max_length=128, pattern=r"^\w[\w-]*(/\w[\w-]*)*$")]
 
 
-class SharedMemoryUsage(Message, frozen=True, kw_only=True):
+class SharedMemoryUsage(ReplyMessage, frozen=True, kw_only=True):
     """One live export, mapping or ring of `sender` (empty in the sender's own list).
 
     `readers` have its handle and have not left; `unreleased` are those that still hold a chunk of
@@ -373,7 +408,7 @@ StateName = Literal["READY", "CATCHING_UP", "UPDATING", "PREPARED", "ABORTING", 
 """The states of a receiver; see weightsync.update.lifecycle."""
 
 
-class Status(Message, frozen=True, kw_only=True):
+class Status(ReplyMessage, frozen=True, kw_only=True):
     """The state of one receiver.
 
     `weights_id` tells weights apart that have the same version, after a rewind for instance.
@@ -386,6 +421,7 @@ class Status(Message, frozen=True, kw_only=True):
     that the receiver belonged to, alive or not. `fetchable` says that other receivers may fetch the
     weights in use, by `fetch_weights`. `backends` are those that can be used here, each
     with what it says of this process; `unusable_backends` the others, with the reason.
+    `protocol` is the newest protocol of the receiver, `protocol_min` the oldest.
     """
 
     instance: str
@@ -410,27 +446,35 @@ class Status(Message, frozen=True, kw_only=True):
     shared_memory: list[SharedMemoryUsage] = []
     workers: list[WorkerPath] = []
     senders: dict[Name, str] = {}
-    owner: Owner | None = None
+    owner: OwnerStatus | None = None
     fetchable: bool = False
     backends: dict[BackendName, Any] = {}
     unusable_backends: dict[BackendName, str] = {}
+    protocol_min: int = 1  # receivers that do not say it have protocol 1
+
+    @property
+    def protocols(self) -> Protocols:
+        """The protocols of the receiver."""
+        return Protocols(self.protocol_min, self.protocol)
 
 
-class InitReply(Message, frozen=True, kw_only=True):
+class InitReply(ReplyMessage, frozen=True, kw_only=True):
     """Reply to init: facts about the receiver, and the path that passed its probe (None: no probe).
 
     `payload` is the data of the receiver's engine for the sender's engine. `widened` are the names
     of offered tensors that the receiver keeps in a floating-point dtype of more digits; None where
-    it does not know in which dtype they are kept.
+    it does not know in which dtype they are kept. `protocol` is the one that the receiver chose:
+    the newest that both sides have.
     """
 
     status: Status
     path: str | None = None
     payload: Any = None
     widened: list[str] | None = None
+    protocol: int = 1  # as of receivers that do not say it
 
 
-class StepReply(Message, frozen=True, kw_only=True):
+class StepReply(ReplyMessage, frozen=True, kw_only=True):
     """Reply to a step: the receiver's state, the cost of the step, and the level of verification.
 
     `table_digest` names the fingerprints of what arrived. `delta_base` is the id of the weights in
@@ -454,7 +498,7 @@ class StepReply(Message, frozen=True, kw_only=True):
     names_nothing: bool = False
 
 
-class TensorPart(Message, frozen=True, kw_only=True):
+class TensorPart(ReplyMessage, frozen=True, kw_only=True):
     """One worker's part of the mix64 of a cut tensor of `nbytes` bytes.
 
     `spans` are the indices that the worker holds, for each dimension: parts of equal spans are
@@ -470,7 +514,7 @@ class TensorPart(Message, frozen=True, kw_only=True):
     pieces: dict[int, HexBytes] = {}
 
 
-class CheckReply(Message, frozen=True, kw_only=True):
+class CheckReply(ReplyMessage, frozen=True, kw_only=True):
     """Fingerprints of the weights in use (mix64, 16 hex digits), or the names that differ.
 
     `parts` are those of tensors that are cut, where the request wants them.
@@ -483,7 +527,7 @@ class CheckReply(Message, frozen=True, kw_only=True):
     parts: dict[str, TensorPart] = {}
 
 
-class FetchReply(Message, frozen=True, kw_only=True):
+class FetchReply(ReplyMessage, frozen=True, kw_only=True):
     """The next request to the caller, as `{"call": …, "body": {…}}`; None: there is none yet.
 
     At the end of the fetch, its `report` or its `problem`.
@@ -497,7 +541,7 @@ class FetchReply(Message, frozen=True, kw_only=True):
 Reply = InitReply | StepReply | Status | CheckReply | FetchReply
 
 
-class UpdateRecord(Message, frozen=True, kw_only=True):
+class UpdateRecord(ReplyMessage, frozen=True, kw_only=True):
     """Record of a committed update, for status pages and metrics.
 
     `at` is when it was committed, in seconds of Unix time; `duration_s` is from start to commit.
@@ -517,7 +561,7 @@ class UpdateRecord(Message, frozen=True, kw_only=True):
     delta: bool = False
 
 
-class OpenUpdate(Message, frozen=True, kw_only=True):
+class OpenUpdate(ReplyMessage, frozen=True, kw_only=True):
     """The open update of a receiver, and the version that it would commit.
 
     `since` is when it started, in seconds of Unix time.

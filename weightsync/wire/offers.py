@@ -21,10 +21,25 @@ Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Shape = Annotated[list[Size], Meta(max_length=16)]
 Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+OwnerName = Annotated[str, Meta(max_length=256)]
+Term = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all structs on the wire."""
+    """Base of all structs on the wire. An unknown field is refused, with its path.
+
+    A receiver must not ignore what it is told to do. Handles, probes and addresses are refused in
+    replies, too: the sender passes them on to other receivers, without fields that it does not
+    know.
+    """
+
+
+class ReplyMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Base of replies and of structs that only replies have. Unknown fields are ignored.
+
+    A newer receiver may say more than this sender knows. What it may not change are the fields and
+    the words that are here: a missing field or another word is refused.
+    """
 
 
 # Handles: plain data with which another process opens memory.
@@ -99,16 +114,28 @@ class ProbeInfo(Message, frozen=True, kw_only=True):
 
 
 class Owner(Message, frozen=True, kw_only=True):
-    """The sender that a receiver belongs to.
+    """The sender that owns a receiver from its init message on.
 
     `id` is new for each `connect`; `name` says where it runs. `term` orders the owners of one
     receiver: an offer replaces a living owner of a lower term. An owner that `yields` lets any
-    sender take the receiver between updates. `since` is Unix time; the receiver sets `alive`.
+    sender take the receiver between updates.
     """
 
     id: Name
-    name: Annotated[str, Meta(max_length=256)]
-    term: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    name: OwnerName
+    term: Term = 0
+    yields: bool = False
+
+
+class OwnerStatus(ReplyMessage, frozen=True, kw_only=True):
+    """The last owner of a receiver, as its status has it; see Owner.
+
+    `since` is when it became the owner, in seconds of Unix time. `alive` says whether it lives.
+    """
+
+    id: Name
+    name: OwnerName
+    term: Term = 0
     yields: bool = False
     since: float = 0.0
     alive: bool = True
@@ -144,7 +171,7 @@ class ProbeRequest(Message, frozen=True, kw_only=True):
     payload: Any = None
 
 
-def describe(owner: Owner) -> str:
+def describe(owner: OwnerStatus) -> str:
     """Return an owner's name and the time since it owns the receiver, for a message."""
     return f"{owner.name} (since {utc(owner.since)})"
 

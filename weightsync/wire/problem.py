@@ -77,7 +77,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str
     error: str
     type: str = "about:blank"
-    attributes: dict[str, int | str | list[str]] = {}
+    attributes: dict[str, Any] = {}  # a newer peer's may be of other types
 
 
 def to_problem(exc: BaseException) -> Problem:
@@ -148,10 +148,17 @@ def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
     kind = _CLASSES.get(problem.error, RemoteError)
     allowed = _ATTRIBUTES.get(kind.__name__, ())
     attributes: dict[str, Any] = {
-        k: v for k, v in problem.attributes.items() if k in allowed and isinstance(v, _TYPES[k])
+        k: v for k, v in problem.attributes.items() if k in allowed and _is_a(v, _TYPES[k])
     }
     detail = f"{peer}: {problem.detail}" if peer else problem.detail
     return kind(detail, **attributes)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether an attribute is of the type that its error takes: int, str or list of str."""
+    if kind is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _describe(exc: WeightSyncError, *, status: int) -> Problem:

@@ -7,7 +7,15 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from weightsync.backends.ipc.payload import IpcInit, RingUpdate
-from weightsync.wire.offers import KeyedHandle, Message, ProbeInfo, Seconds, SegmentHandle, Size
+from weightsync.wire.offers import (
+    KeyedHandle,
+    Message,
+    ProbeInfo,
+    ReplyMessage,
+    Seconds,
+    SegmentHandle,
+    Size,
+)
 from weightsync.wire.struct_types import prepare
 
 SECRET_NBYTES = 16
@@ -43,7 +51,7 @@ class Membership(Message, frozen=True, kw_only=True):
 
     sender: Peer
     place: Annotated[int, Meta(ge=0, le=1 << 32)]
-    secret: Annotated[str, Meta(min_length=2 * SECRET_NBYTES, max_length=2 * SECRET_NBYTES)]
+    secret: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * SECRET_NBYTES}}}$")]
     shape: RingShape
     timeout_s: Seconds
 
@@ -59,7 +67,7 @@ class TcpInit(Message, frozen=True, kw_only=True):
     generation: Size = 0
 
 
-class HostRing(Message, frozen=True, kw_only=True):
+class HostRing(ReplyMessage, frozen=True, kw_only=True):
     """The ring that a member created for its host, as reader 0, and where it serves chunks.
 
     `generation` is that of the init message.
