@@ -16,15 +16,21 @@ VERL ?= verl==0.9.1
 # The real NIXL, for the engine of verl that uses it; torch for CUDA is among its requirements.
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
+# What builds and checks the archives of a release; in an environment of its own.
+DIST_TOOLS ?= build==1.6.1 twine==7.0.0
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 VERL_BIN := .venv-verl/bin
 VERL_STAMP := .venv-verl/.installed
+DIST_BIN := .venv-dist/bin
+DIST_STAMP := .venv-dist/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm test-verl conformance lint format types docs demo bench bench-check bench-commit clean
+.PHONY: help venv test soak test-gpu test-vllm test-verl conformance lint format types docs dist-check \
+	demo bench bench-check bench-commit clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
@@ -37,6 +43,7 @@ help:
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
 	@echo "make docs      the documentation, in site/; a broken link is an error"
+	@echo "make dist-check    wheel and source archive in dist/, tried in a new environment: minutes"
 	@echo "make bench     weightsync and what people use instead: tables and plots of docs/performance.md"
 	@echo "make bench-check   fails where updates got slower; make bench-commit sets what it wants"
 	@echo "make clean     removes .venv and everything that was made"
@@ -119,6 +126,15 @@ types: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+$(DIST_STAMP): Makefile
+	test -x $(DIST_BIN)/python || $(PYTHON) -m venv .venv-dist
+	$(DIST_BIN)/python -m pip install --quiet $(DIST_TOOLS)
+	@touch $@
+
+# RELEASE_TAG=v1.2.3 compares the version with it.
+dist-check: $(DIST_STAMP)
+	$(DIST_BIN)/python tests/packaging/dist_check.py --torch '$(TORCH)' $(ARGS)
+
 demo: $(STAMP)
 	$(BIN)/weightsync demo $(ARGS)
 
@@ -136,6 +152,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verl build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-verl .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +
