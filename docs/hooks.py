@@ -1,7 +1,7 @@
 """Hooks of the site: pages outside docs/, and links that work on the site and in the repository.
 
-README.md is the site's first page; SECURITY.md, CONTRIBUTING.md, CHANGELOG.md and each program of
-examples/ are pages too. Nothing is copied into docs/.
+README.md is the site's first page; SECURITY.md, CONTRIBUTING.md, CHANGELOG.md, CODE_OF_CONDUCT.md
+and each program of examples/ are pages too. Nothing is copied into docs/.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ KEPT_ELSEWHERE = {
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
 }
 LANGUAGES = {".py": "python", ".sh": "bash"}
 LINK = re.compile(

@@ -26,7 +26,7 @@ class Block:
 
 def pages() -> list[str]:
     """README, the other pages that the site takes from the root, and everything in docs/."""
-    root = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    root = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md"]
     return root + sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 
 

@@ -12,7 +12,13 @@ import weightsync as ws
 from tests.docs.pages import ROOT
 
 API = {p.stem: p.read_text(encoding="utf-8") for p in (ROOT / "docs" / "api").glob("*.md")}
-MADE_BY_THE_BUILD = {"index.md", "security.md", "contributing.md", "changelog.md"}
+MADE_BY_THE_BUILD = {
+    "index.md",
+    "security.md",
+    "contributing.md",
+    "changelog.md",
+    "code-of-conduct.md",
+}
 
 
 def mkdocs() -> dict[str, Any]:
