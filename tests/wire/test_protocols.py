@@ -170,6 +170,18 @@ def test_an_init_of_a_newer_sender_is_refused_for_its_protocol(
         assert replace(receiver.status(), shared_memory=[]) == before
 
 
+def test_the_status_shows_it_before_any_init(receiver: ws.WeightReceiver) -> None:
+    called: list[str] = []
+
+    def newer(message: Mapping[str, Any]) -> object:
+        called.append(message["call"])
+        return {**receiver.handle(message), "protocol_min": 2, "protocol": 3}
+
+    with pytest.raises(ws.ProtocolError, match=r"newer: .* sender has 1, the receiver 2 to 3"):
+        ws.connect(nn.Linear(8, 8), to=newer)
+    assert set(called) == {"weight_info"}
+
+
 @pytest.mark.parametrize("chosen", [0, 2, -1])
 def test_a_receiver_that_chooses_what_was_not_offered(
     receiver: ws.WeightReceiver, held: nn.Module, chosen: int
