@@ -4,7 +4,9 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.transports.contract import REQUESTS, UPDATE
 from weightsync.backends.ipc.payload import RingUpdate
@@ -16,11 +18,14 @@ from weightsync.wire.messages import (
     CALL_OF,
     CALLS,
     REPLIES,
+    CheckReply,
     EmptyUpdate,
     FinishRequest,
     HandlesUpdate,
+    InitReply,
     RegisteredUpdate,
     Request,
+    Status,
     StepReply,
     UpdateRequest,
 )
@@ -232,6 +237,49 @@ def test_words_of_replies_that_are_not_known_are_refused(
     body = json.dumps({**reply, **change}).encode()
     with pytest.raises(ProtocolError, match=path):
         codec.decode_reply(call, body)
+
+
+GOOD = msgspec.convert(STATUS, Status)
+STEPPED = StepReply(state="READY", version=3)
+ANY: Any = object()
+
+
+@pytest.mark.parametrize(
+    ("call", "made", "path"),
+    [
+        ("finish_weight_update", {}, "is a dict"),
+        ("finish_weight_update", GOOD, "is a Status"),
+        ("finish_weight_update", replace(STEPPED, state="DONE"), "$.state"),
+        ("finish_weight_update", replace(STEPPED, version="3"), "$.version"),
+        ("finish_weight_update", replace(STEPPED, nbytes=None), "$.nbytes"),
+        ("finish_weight_update", replace(STEPPED, stall_s=float("nan")), "$.stall_s"),
+        ("weight_info", replace(GOOD, delta_forms=["rows"]), "$.delta_forms[0]"),
+        ("init_weight_transfer_engine", InitReply(status=replace(GOOD, state="x")), "$.status"),
+        ("init_weight_transfer_engine", InitReply(status=GOOD, payload=object()), "not valid"),
+        ("weight_checker", CheckReply(version=1, parts={"a": ANY}), "not valid"),
+    ],
+)
+def test_a_reply_that_a_transport_made_is_checked_whole(call: str, made: Any, path: str) -> None:
+    for good in (("finish_weight_update", STEPPED), ("weight_info", GOOD)):
+        codec.check_reply(*good)
+    codec.check_reply("init_weight_transfer_engine", InitReply(status=GOOD, payload=STEPPED))
+    with pytest.raises(ProtocolError, match=re.escape(path)):
+        codec.check_reply(call, made)
+
+
+class Places(msgspec.Struct):
+    """A payload of a backend."""
+
+    of: dict[int, str]
+
+
+def test_numbers_that_are_keys_come_back_from_json() -> None:
+    """Over HTTP a payload was JSON, whose keys are strings."""
+    payload = Places(of={3: "a"})
+    for plain in (msgspec.to_builtins(payload), json.loads(msgspec.json.encode(payload))):
+        assert codec.decode_payload(plain, Places) == payload
+    with pytest.raises(ProtocolError, match=re.escape("- at `key` in `$.of`")):
+        codec.decode_payload({"of": {"three": "a"}}, Places)
 
 
 def test_a_manifest_comes_back_with_its_digest() -> None:

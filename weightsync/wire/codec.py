@@ -107,7 +107,7 @@ def reply_to_plain(reply: Reply) -> dict[str, object]:
 def reply_from_plain(call: str, reply: object) -> Reply:
     """Return the reply that `reply_to_plain` encoded. Raises ProtocolError where it is invalid."""
     try:
-        return cast(Reply, msgspec.convert(reply, REPLIES[call], str_keys=True))
+        return cast(Reply, _typed(reply, REPLIES[call]))
     except (msgspec.ValidationError, RecursionError) as exc:
         raise ProtocolError(f"the peer's reply to {call} is not valid: {exc}") from exc
 
@@ -228,9 +228,17 @@ def _decode(body: bytes, kind: type[T]) -> T:
 
 def _convert(data: object, kind: type[T]) -> T:
     try:
-        return msgspec.convert(data, kind, str_keys=True)  # it may have been JSON on its way
+        return _typed(data, kind)
     except (msgspec.ValidationError, RecursionError) as exc:
         raise _invalid(kind, exc) from exc
+
+
+def _typed(data: object, kind: type[T]) -> T:
+    """Return plain data as `kind`. Numbers that are keys are strings if it was JSON on its way."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError:
+        return msgspec.convert(data, kind, str_keys=True)  # slower
 
 
 def _invalid(kind: type, exc: Exception) -> ProtocolError:
