@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -133,11 +134,144 @@ def test_a_class_that_lacks_methods() -> None:
 
         def trainer_engine(self, source: Any, path: str, options: Any, bases: Any) -> Any: ...
 
-    message = r"the backend Lacking lacks reach, receiver_engine\(\)"
+    message = "Lacking lacks reach, receiver_engine: see the contract Backend of this version"
     with pytest.raises(ws.ConfigError, match=message):
         ws.register_backend(Lacking)
     with pytest.raises(ws.ConfigError, match=message):
         ws.connect(model(1), to=print, backend=Lacking)  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_backend_of_another_contract_lacks_and_differs_in_one_line() -> None:
+    class Former(ws.Backend):
+        name = "former"
+
+        def reach(self, trainer: Any) -> Any: ...  # type: ignore[override]  # what is tested
+
+        def trainer_engine(self, source: Any, path: str) -> Any: ...  # type: ignore[override]
+
+    with pytest.raises(ws.ConfigError) as caught:
+        ws.register_backend(Former)
+    assert str(caught.value) == (
+        "Former lacks receiver_engine and cannot be called as reach(trainer, receiver), "
+        "trainer_engine(source, path, options, bases): see the contract Backend of this version of "
+        "weightsync"
+    )
+    assert "former" not in registry.backend_names()
+
+
+def former(method: str) -> Any:
+    """Return a method without parameters of its own."""
+    return {method: lambda _: None}
+
+
+@pytest.mark.parametrize(
+    ("side", "fields", "message"),
+    [
+        (
+            "sender",
+            former("begin"),
+            r"Engine cannot be called as begin\(readers, \*, verify, source",
+        ),
+        ("sender", former("handshake"), r"Engine .* as handshake\(readers, generation\): see"),
+        ("sender", former("table_digest"), "Engine cannot be called as table_digest, a property"),
+        ("sender", {"end": 3}, r"Engine cannot be called as end\(\)"),
+        ("receiver", former("receive_weights"), r"receive_weights\(update_info, context\)"),
+        ("receiver", {"usage": lambda _, __: []}, r"Engine cannot be called as usage\(\)"),
+        (
+            "receiver",
+            former("check_init_info") | {"beat": lambda _, __: None},
+            r"Engine cannot be called as check_init_info\(init_info\), beat\(\): see",
+        ),
+    ],
+)
+def test_an_engine_of_another_contract_is_refused_before_an_update(
+    pair: Pair, side: str, fields: dict[str, Any], message: str
+) -> None:
+    base = ShelfSender if side == "sender" else ShelfReceiver
+    closed: list[object] = []
+    end = "close" if side == "sender" else "shutdown"
+
+    def note(own: object) -> None:
+        closed.append(own)
+
+    engine = type("Engine", (base,), {end: note, **fields})
+    ws.register_backend(type("Other", (Shelf,), {side: engine}))
+    with pytest.raises((ws.ConfigError, ws.BackendUnavailableError), match=message):
+        pair.connect()
+    assert len(closed) == 1
+    assert pair.receiver.status().senders == {}
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
+def test_a_receiver_engine_of_another_contract_is_passed_over(pair: Pair) -> None:
+    engine = type("Engine", (ShelfReceiver,), former("receive_weights"))
+    ws.register_backend(type("Other", (Shelf,), {"receiver": engine}))
+    with pair.connect("auto") as sender:
+        report = sender.send_weights()
+    assert report.path == "shared_memory"
+    assert "Engine cannot be called as receive_weights(" in report.skipped_paths["shelf"]
+
+
+class HalfSender(ws.TrainerWeightTransferEngine):
+    def __init__(self, source: Any) -> None: ...
+
+    def transfer(self, check: Any) -> None: ...
+
+
+class HalfReceiver(ws.WeightTransferEngine):
+    def init_transfer_engine(self, init_info: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("side", "engine", "lacking"),
+    [
+        ("sender", HalfSender, ("begin", "close", "end", "table_digest")),
+        ("receiver", HalfReceiver, ("receive_weights", "sender_alive", "shutdown")),
+    ],
+)
+def test_an_engine_that_lacks_methods_is_told_all_of_them(
+    pair: Pair, side: str, engine: type, lacking: tuple[str, ...]
+) -> None:
+    ws.register_backend(type("Other", (Shelf,), {side: engine}))
+    with pytest.raises(ws.BackendUnavailableError, match=engine.__name__) as caught:
+        pair.connect()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert [name for name in lacking if name not in text] == []
+    assert pair.receiver.status().senders == {}
+    with pair.connect("ipc") as sender:
+        sender.send_weights()
+    assert pair.value == 1
+
+
+def test_what_fits_the_contract_need_not_look_like_it(pair: Pair) -> None:
+    """Other names, defaults, any number of arguments, and other kinds of methods."""
+
+    class Sender(ShelfSender):
+        def begin(self, places: Any, source: Any, verify: Any, more: int = 0) -> Any:
+            return super().begin(places, verify=verify, source=source)
+
+        @staticmethod
+        def transfer(check: Any) -> None: ...
+
+        def end(self, *args: Any, **more: Any) -> None:
+            super().end()
+
+        @classmethod
+        def unready(cls, *_: Any) -> Any:
+            return []
+
+        expect_finalizer = partialmethod(print)
+
+    class Backend(Shelf):
+        sender = Sender
+
+    ws.register_backend(Backend)
+    with pair.connect() as sender:
+        assert sender.send_weights().path == "shelf"
+    assert pair.value == 1
 
 
 def test_what_is_no_backend(pair: Pair) -> None:
@@ -240,7 +374,6 @@ def reaches(**fields: Any) -> Any:
         ("reach", reaches(why_not=None), r"reach\(\) failed: .*Reach.why_not is a NoneType"),
         ("adjust", returns(None), r"'shelf': adjust\(\) returned a NoneType, not a TransferOpt"),
         ("adjust", fail, r"'shelf': adjust\(\) failed: RuntimeError: planted"),
-        ("trainer_engine", lambda _: 0, r"'shelf': trainer_engine\(\) failed: TypeError"),
         ("trainer_engine", fail, r"'shelf': trainer_engine\(\) failed: RuntimeError: planted"),
         ("receiver_engine", fail, r"'shelf': receiver_engine\(\) failed: RuntimeError: planted"),
     ],

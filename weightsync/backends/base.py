@@ -7,6 +7,7 @@ of this module and no others.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -592,6 +593,62 @@ def expect(value: Any, kind: Any, what: str, error: type[WeightSyncError] = Conf
         wanted = getattr(kind, "__name__", kind)
         raise error(f"{what} a {type(value).__name__}, not a {wanted}")
     return value
+
+
+def check_contract(kind: type, contract: type, error: type[WeightSyncError] = ConfigError) -> None:
+    """Raise `error` that names every method of `contract` which the class `kind` does not have.
+
+    A method of other parameters is none either: a backend that was written against an earlier
+    contract is refused before an update begins, not in the middle of one.
+    """
+    lacking, unfit = _misfits(kind, contract)
+    found = [f"lacks {', '.join(lacking)}"] if lacking else []
+    if unfit:
+        found.append(f"cannot be called as {', '.join(unfit)}")
+    if found:
+        raise error(
+            f"{kind.__name__} {' and '.join(found)}: see the contract {contract.__name__} of this "
+            "version of weightsync"
+        )
+
+
+def _misfits(kind: type, contract: type) -> tuple[list[str], list[str]]:
+    """Return the names of abstract methods, and the methods that take other parameters."""
+    lacking = sorted(getattr(kind, "__abstractmethods__", ()))
+    unfit: list[str] = []
+    for name, method in vars(contract).items():
+        own = inspect.getattr_static(kind, name)
+        if name.startswith("_") or own is method or name in lacking:
+            continue
+        if isinstance(method, property) and inspect.isfunction(own):
+            unfit.append(f"{name}, a property")
+        elif inspect.isfunction(method):
+            called = inspect.signature(method)
+            if not _takes(kind, name, called):
+                shown = [p.replace(annotation=p.empty) for p in called.parameters.values()]
+                call = called.replace(parameters=shown[1:], return_annotation=called.empty)
+                unfit.append(f"{name}{call}")
+    return lacking, unfit
+
+
+def _takes(kind: type, name: str, called: inspect.Signature) -> bool:
+    """Whether an attribute of a class is a method that takes what the core passes to it."""
+    static, own = inspect.getattr_static(kind, name), getattr(kind, name)
+    if not callable(own):
+        return False
+    parameters = list(called.parameters.values())
+    if isinstance(static, staticmethod | classmethod):
+        parameters = parameters[1:]
+    elif not inspect.isfunction(static):
+        return True  # another descriptor: nothing is known of it
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    try:
+        inspect.signature(own).bind(
+            *parameters[: len(parameters) - len(named)], **dict.fromkeys(named)
+        )
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from weightsync.backends.base import Backend, TransferOptions, expect, naming
+from weightsync.backends.base import Backend, TransferOptions, check_contract, expect, naming
 from weightsync.errors import BackendUnavailableError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ _endpoints: dict[tuple[torch.device, tuple[str, ...]], tuple[float, _Known]] = {
 def register_backend(backend: Backend | type[Backend]) -> None:
     """Make a backend known in this process, on either side, under its `name`.
 
-    Raises ConfigError for an object that is no Backend, an abstract method that it lacks, and a
-    name that is taken.
+    Raises ConfigError for an object that is no Backend, methods that it lacks or that take other
+    parameters, and a name that is taken.
     """
     made = _checked(backend, "register_backend()")
     with _lock:
@@ -180,14 +180,13 @@ def _checked(backend: Any, where: str) -> Backend:
     """Return an instance. Raises ConfigError naming what the contract asks for and is not there."""
     made = backend
     if isinstance(backend, type) and issubclass(backend, Backend):
-        missing = sorted(getattr(backend, "__abstractmethods__", ()))
-        if missing:
-            raise ConfigError(f"the backend {backend.__name__} lacks {', '.join(missing)}()")
+        check_contract(backend, Backend)
         with naming(f"{backend.__name__}()", BackendUnavailableError):
             made = backend()
     if not isinstance(made, Backend):
         seen = made.__name__ if inspect.isclass(made) else f"a {type(made).__name__}"
         raise ConfigError(f"{where}: {seen} is no weightsync.Backend, and no name of one")
+    check_contract(type(made), Backend)
     check_name(getattr(made, "name", None), f"the name of the backend {type(made).__name__}")
     expect(made.requires, Mapping, f"backend {made.name!r}: requires is")
     expect(made.max_readers, int | None, f"backend {made.name!r}: max_readers is")

@@ -16,6 +16,7 @@ from weightsync.backends.base import (
     Round,
     TrainerWeightTransferEngine,
     TransferOptions,
+    check_contract,
     check_plain,
     expect,
     naming,
@@ -291,6 +292,7 @@ class RankWorker:
             with naming(method, BackendUnavailableError):
                 engine = backend.trainer_engine(self.source, path, options, bases)
             self.engines[name] = expect(engine, TrainerWeightTransferEngine, f"{method} returned")
+            check_contract(type(engine), TrainerWeightTransferEngine)
         if self.engines:
             self._heartbeat = Heartbeat(self._beat)
         return CommandResult(extra_nbytes=self._extra_nbytes())

@@ -12,7 +12,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weightsync.backends.base import Backend, WeightTransferEngine, check_plain, expect, naming
+from weightsync.backends.base import (
+    Backend,
+    WeightTransferEngine,
+    check_contract,
+    check_plain,
+    expect,
+    naming,
+)
 from weightsync.backends.registry import get_backend
 from weightsync.errors import (
     BackendUnavailableError,
@@ -145,6 +152,7 @@ class Senders:
         engine = _engine_of(info.backend, self.keys)
         kind = type(engine).__name__
         try:
+            check_contract(type(engine), WeightTransferEngine, BackendUnavailableError)
             engine.check_init_info(info)
             if engine.exclusive:
                 self.close(info.sender)
