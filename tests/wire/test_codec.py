@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.transports.contract import REQUESTS, UPDATE
 from weightsync.backends.ipc.payload import RingUpdate
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ProtocolError
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.wire import codec
@@ -292,7 +292,7 @@ def test_a_manifest_comes_back_with_its_digest() -> None:
 
 def test_a_manifest_that_makes_no_sense_is_refused() -> None:
     message = ManifestMessage(names=["a"], dtype_names=["float99"], shapes=[[1]])
-    with pytest.raises(ConfigError, match="float99"):
+    with pytest.raises(ProtocolError, match="manifest: a: unknown dtype 'float99'; known: float64"):
         codec.manifest_from_wire(message)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.specs import Manifest
 from weightsync.wire.messages import (
     CALL_OF,
@@ -139,9 +139,14 @@ def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
 def manifest_from_wire(
     message: ManifestMessage | HandlesUpdate,
 ) -> Manifest:
-    """Return the manifest of columns. Raises ConfigError, which names the wrong entry."""
-    aliases = message.aliases if isinstance(message, ManifestMessage) else {}
-    return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
+    """Return the manifest of columns. Raises ProtocolError, which names the wrong entry."""
+    aliases, field = {}, "update_info"
+    if isinstance(message, ManifestMessage):
+        aliases, field = message.aliases, "manifest"
+    try:
+        return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
+    except ConfigError as exc:
+        raise ProtocolError(f"{field}: {exc}") from exc
 
 
 def parse_init_info(data: object) -> InitInfo | None:

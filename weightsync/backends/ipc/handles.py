@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from weightsync.backends.base import LoadContext, Received, copy_tensors
 from weightsync.backends.ipc.transfer import HookFeeder
 from weightsync.cuda.memory import OpenMemory
-from weightsync.errors import ConfigError, HandleError, ProtocolError, VerificationError
+from weightsync.errors import HandleError, VerificationError
 from weightsync.shm.host_keys import pick
 from weightsync.specs import Manifest
 from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory
@@ -28,10 +28,7 @@ def receive_handles(info: HandlesUpdate, keys: list[str], context: LoadContext) 
     Raises HandleError, before anything is written, when a handle does not fit its tensor, and
     VerificationError that names tensors where the message has fingerprints.
     """
-    try:
-        manifest = manifest_from_wire(info)
-    except ConfigError as exc:
-        raise ProtocolError(f"update_info: {exc}") from exc
+    manifest = manifest_from_wire(info)
     opened: dict[str, OpenMemory] = {}
     tensors: list[torch.Tensor] = []
     try:
