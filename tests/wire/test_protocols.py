@@ -170,6 +170,54 @@ def test_an_init_of_a_newer_sender_is_refused_for_its_protocol(
         assert replace(receiver.status(), shared_memory=[]) == before
 
 
+@pytest.mark.parametrize(("ours", "theirs", "message"), NO_COMMON)
+def test_a_receiver_fetches_nothing_from_one_of_other_protocols(
+    receiver: ws.WeightReceiver,
+    held: nn.Module,
+    protocols: Set,
+    ours: tuple[int, int],
+    theirs: tuple[int, int],
+    message: str,
+) -> None:
+    trainer, source = nn.Linear(8, 8), ws.WeightReceiver(nn.Linear(8, 8))
+    with ws.connect(trainer, to=source.handle) as sender:
+        sender.send_weights(3)
+    protocols(ours, theirs)  # the source is a sender now
+    with pytest.raises(ws.ProtocolError, match=message):
+        ws.fetch(receiver, source.handle)
+    assert (receiver.status().state, receiver.version) == ("READY", 0)
+    protocols(ours, ours)
+    assert ws.fetch(receiver, source.handle).version == receiver.version == 3
+    assert same(trainer, held)
+    source.close()
+
+
+def test_one_of_other_protocols_does_not_join_a_fleet(
+    receiver: ws.WeightReceiver, held: nn.Module
+) -> None:
+    trainer, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    joining = ws.WeightReceiver(other)
+    is_newer = True
+
+    def newer(message: Mapping[str, Any]) -> object:
+        reply = joining.handle(message)
+        is_status = message["call"] == "weight_info" and is_newer
+        return {**reply, "protocol_min": 2, "protocol": 2} if is_status else reply
+
+    with ws.connect(trainer, to=receiver.handle) as sender:
+        sender.send_weights()
+        with pytest.raises(ws.ProtocolError, match=r"newer: .* sender has 1, the receiver 2;"):
+            sender.add(newer)
+        assert joining.status().senders == {}
+        assert len(sender.send_weights().receivers) == 1
+        is_newer = False
+        sender.add(newer)
+        assert len(sender.send_weights().receivers) == 2
+        assert same(trainer, held)
+        assert same(trainer, other)
+    joining.close()
+
+
 def test_the_status_shows_it_before_any_init(receiver: ws.WeightReceiver) -> None:
     called: list[str] = []
 
