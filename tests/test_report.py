@@ -107,12 +107,3 @@ def test_a_delta_says_which_part_was_compared() -> None:
 def test_cannot_be_changed_afterwards() -> None:
     with pytest.raises(FrozenInstanceError):
         report().version = 8  # type: ignore[misc]  # that it is refused is what is tested
-
-
-def test_the_former_names_work_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="`path`"):
-        assert report().road == "shared_memory"
-    with pytest.warns(DeprecationWarning, match="`skipped_paths`"):
-        assert report().skipped_roads == {"cuda_ipc": "no GPU"}
-    with pytest.warns(DeprecationWarning, match="`path`"):
-        assert RECEIVER.road == "shared_memory"

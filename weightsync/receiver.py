@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -291,13 +290,6 @@ class WeightReceiver:
     def shared_memory_usage(self) -> list[SharedMemoryUsage]:
         """Return every mapping that this receiver opened for senders, with size and age."""
         return self._session.senders.usage()
-
-    def ledger(self) -> list[SharedMemoryUsage]:
-        """Deprecated: use `shared_memory_usage`."""
-        warnings.warn(
-            "`ledger` is called `shared_memory_usage` now", DeprecationWarning, stacklevel=2
-        )
-        return self.shared_memory_usage()
 
     def sender_alive(self, sender: str) -> bool:
         """Return whether the sender with this id is connected and its process lives."""

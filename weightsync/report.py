@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -31,28 +30,6 @@ COMPARED: Mapping[str, str] = {
 docs/concepts.md has the same sentences, and what they do not cover."""
 
 
-class _FormerNames:
-    """Deprecated aliases of earlier versions: `road` and `skipped_roads`."""
-
-    __slots__ = ()
-    path: str
-    skipped_paths: Mapping[str, str]
-
-    @property
-    def road(self) -> str:
-        """Deprecated: use `path`."""
-        warnings.warn("`road` is called `path` now", DeprecationWarning, stacklevel=2)
-        return self.path
-
-    @property
-    def skipped_roads(self) -> Mapping[str, str]:
-        """Deprecated: use `skipped_paths`."""
-        warnings.warn(
-            "`skipped_roads` is called `skipped_paths` now", DeprecationWarning, stacklevel=2
-        )
-        return self.skipped_paths
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReport:
     """Report of an update on deltas: `sent` as one, or whole, for this `reason`.
@@ -75,7 +52,7 @@ class DeltaReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverReport(_FormerNames):
+class ReceiverReport:
     """Report of one receiver on an update; the fields have the meaning of SyncReport's.
 
     `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
@@ -96,7 +73,7 @@ class ReceiverReport(_FormerNames):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport(_FormerNames):
+class SyncReport:
     """Report of one update: bytes moved, time by phase, and verification.
 
     - `nbytes`: bytes of weights. `seconds`: one value per phase, and `total`.

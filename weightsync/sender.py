@@ -8,7 +8,6 @@ import contextvars
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import (
     Callable,
@@ -382,12 +381,6 @@ class WeightSender:
         return "+".join(sorted({member.shown_path for member in coordinator.fleet.members}))
 
     @property
-    def road(self) -> str:
-        """Deprecated: use `path`."""
-        warnings.warn("`road` is called `path` now", DeprecationWarning, stacklevel=2)
-        return self.path
-
-    @property
     def connect_seconds(self) -> Mapping[str, float]:
         """Seconds of the last connection, by phase; empty on ranks other than 0."""
         return dict(self._coordinator.paths.seconds) if self._coordinator else {}
@@ -582,13 +575,6 @@ class WeightSender:
                 if not member.rank
             }
         )
-
-    def ledger(self) -> list[SharedMemoryUsage]:
-        """Deprecated: use `shared_memory_usage`."""
-        warnings.warn(
-            "`ledger` is called `shared_memory_usage` now", DeprecationWarning, stacklevel=2
-        )
-        return self.shared_memory_usage()
 
     @concise
     def release(self) -> None:

@@ -52,7 +52,7 @@ def test_a_server_shows_what_it_holds(url: str, checkpoint: Path) -> None:
     assert server["updates"]["ended"]["committed"] >= 1
 
 
-def test_the_ledger_shows_who_is_connected(url: str) -> None:
+def test_shared_memory_shows_who_is_connected(url: str) -> None:
     with ws.connect(tiny_tensors(5), to=url, token=TOKEN):
         (server,) = answer_of(weightsync("status", url, "--json"))["servers"]
         said = weightsync("status", url).stdout

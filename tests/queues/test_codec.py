@@ -8,7 +8,6 @@ import datetime as dt
 import enum
 import functools
 import gc
-import importlib
 import logging
 import math
 import re
@@ -1247,15 +1246,6 @@ def test_the_page_says_what_works() -> None:
     finally:
         names["sender"].close()
         names["receiver"].close()
-
-
-def test_the_former_modules_warn() -> None:
-    for name in ("message_codec", "tensor_codec"):
-        with pytest.warns(
-            DeprecationWarning, match=f"{name} is called weightsync.queues.codec now"
-        ):
-            former = importlib.import_module(f"weightsync.queues.{name}")
-        assert former.__all__
 
 
 def test_messages_without_tensors_load_no_torch() -> None:

@@ -126,12 +126,6 @@ class TestWays:
         assert ways(near, CPU, "tcp") == []
         assert near.skipped == {"tcp": "the receiver does not know this backend"}
 
-    @pytest.mark.parametrize("former", ["distributed", "gloo"])
-    def test_the_former_names_are_known(self, former: str) -> None:
-        with pytest.warns(DeprecationWarning, match=f"`{former}` is called `tcp` now"):
-            chosen, _ = choose_backends(former)
-        assert [backend.name for backend in chosen] == ["tcp"]
-
     def test_a_name_that_is_none_opens_nothing(self) -> None:
         with pytest.raises(ConfigError, match="no backend 'typo'; known: auto, ipc, nixl, tcp"):
             ws.connect(torch.nn.Linear(1, 1), to=_never, backend="typo")

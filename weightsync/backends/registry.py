@@ -8,7 +8,6 @@ import logging
 import re
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -36,6 +35,7 @@ _HINTS = {
         "NCCL needs one group of all processes, which a process that dies or joins breaks, and it "
         "refuses a trainer and a server on one GPU: use 'auto', or 'nixl' for RDMA between hosts"
     ),
+    "gloo": "use 'auto', or 'tcp' for sockets between hosts",
 }
 """Advice by names that users know from reports and from other systems."""
 
@@ -154,11 +154,6 @@ def known_endpoints(device: torch.device) -> tuple[dict[str, Any], dict[str, str
 
 
 def _one(choice: object) -> Backend:
-    if choice in ("distributed", "gloo"):
-        warnings.warn(
-            f"the backend `{choice}` is called `tcp` now", DeprecationWarning, stacklevel=4
-        )
-        choice = "tcp"
     return get_backend(choice) if isinstance(choice, str) else _checked(choice, "backend=")
 
 
