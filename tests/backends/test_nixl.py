@@ -264,7 +264,7 @@ def test_another_version_is_named() -> None:
 
 def test_without_nixl_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(BackendUnavailableError, match=r"weightsync\[nixl\]"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[nixl\]'"):
         NixlBackend().endpoint(torch.device("cpu"))
 
 

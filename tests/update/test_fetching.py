@@ -854,6 +854,18 @@ class TestEnds:
         assert receiver.version == 40
         assert digests(held) == digests(other)
 
+    def test_a_source_that_answers_nothing_at_once_is_not_called_without_pause(self) -> None:
+        """As a server of something else, whose fields a reply may have."""
+        calls: list[Mapping[str, Any]] = []
+
+        def foreign(message: Mapping[str, Any]) -> object:
+            calls.append(message)
+            return {"status": "ok"}
+
+        with pytest.raises(ws.TransportTimeout, match="sent nothing for"):
+            ws.fetch(ws.WeightReceiver(make("plain")), foreign, timeout_s=1)
+        assert 0 < len(calls) < 40
+
     def test_a_report_that_is_lost_is_made_here(self, made: Any) -> None:
         source = made(make("plain", 1), make("plain"))
         held = make("plain", 2)

@@ -56,6 +56,7 @@ _POLL_TRIES = 3
 _CALL_TIMEOUT_S = 30.0
 _TICK_S = 0.2
 _RETRY_S = 0.2
+_NOTHING_YET = FetchReply()
 _LEAST_TRIES = 3
 
 
@@ -222,7 +223,11 @@ class _Fetch:
         request = structs.replace(self._request, poller=poller)
         try:
             while not self._over.is_set():
-                request = self._answered(request, self._called(request))
+                called_at = time.monotonic()
+                reply = self._called(request)
+                request = self._answered(request, reply)
+                if reply == _NOTHING_YET and time.monotonic() - called_at < POLL_S / 2:
+                    self._over.wait(_TICK_S)  # a server that does not wait, perhaps a foreign one
         except WeightSyncError as exc:
             self._end(error=exc)
         except Exception as exc:  # noqa: BLE001  # a user's transport, or a bug: run() raises it
