@@ -362,6 +362,8 @@ class AnyOrder(RuleBasedStateMachine):
 
         if "bias" not in self.trainer.norm._parameters or not self._sender.version:
             return
+        with torch.no_grad():
+            self.trainer.norm.bias += 1
         before = {p.name: copied(p.held) for p in self.places if not p.torn}
         parts = [
             {**before[p.name], "norm.bias": self.trainer.norm.bias.detach()}
@@ -369,6 +371,25 @@ class AnyOrder(RuleBasedStateMachine):
             if p.name in before
         ]
         self._send(block, faulty=True, parts=parts)
+
+    @rule(cut=st.sampled_from([1, 3, 100]), again=st.booleans())
+    def send_in_messages(self, cut: int, again: bool) -> None:
+        """The whole model by a block, in one message or two; some of it may follow once more."""
+
+        def block(sender: ws.WeightSender) -> None:
+            dtype = self.settings["dtype"]
+            pairs = [(n, p.detach()) for n, p in self.trainer.named_parameters()]
+            pairs += [(n, b) for n, b in self.trainer.named_buffers()]
+            pairs = [(n, p.to(dtype) if dtype and p.is_floating_point() else p) for n, p in pairs]
+            with sender.update() as update:
+                for part in (pairs[:cut], pairs[cut:], pairs[:2] if again else []):
+                    if part:
+                        update.send(part)
+
+        if not self._fits():
+            self.mend()
+        self._change()
+        self._send(block, faulty=True)
 
     @rule()
     def leave_or_join(self) -> None:
