@@ -290,6 +290,41 @@ def test_the_copy_is_freed_by_release_and_by_close() -> None:
         assert snapshot.nbytes == 0
 
 
+@pytest.mark.parametrize("call", ["whole block", "partial block", "add", "resync"])
+def test_after_a_release_other_calls_than_a_send_work_as_well(call: str) -> None:
+    model, held, late = Layers(1.0), Layers(0.0), Layers(0.0)
+    with (
+        closing(ws.WeightReceiver(held)) as receiver,
+        closing(ws.WeightReceiver(late)) as other,
+        ws.connect(model, to=receiver) as sender,
+    ):
+        sender.send_async().result(WAIT_S)
+        sender.release()
+        pairs = [(name, tensor.detach() + 1) for name, tensor in model.named_parameters()]
+        match call:
+            case "add":
+                report = sender.add(other.handle)
+                assert values(late) == {1.0}
+            case "resync":
+                report = sender.resync(sender.targets[0])
+                fill(model, 5.0)
+                sender.release()
+                with pytest.raises(ws.TransferError, match="have changed since version 1"):
+                    sender.resync(sender.targets[0])
+                assert values(held) == {1.0}
+            case _:
+                is_partial = call == "partial block"
+                with sender.update(partial=is_partial) as update:
+                    update.send(pairs[:1] if is_partial else pairs)
+                report = update.last_report
+                assert values(held) == ({1.0, 2.0} if is_partial else {2.0})
+        assert report is not None
+        assert report.verified == "held"
+        fill(model, 3.0)
+        sender.send_weights()
+        assert values(held) == {3.0}
+
+
 def test_what_fails_by_itself_is_told_though_it_was_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -75,6 +75,15 @@ class Coordinator:
         self._group.take_snapshot()
         self._sends_snapshots = True
 
+    def _ready(self, members: Sequence[Member] | None = None) -> None:
+        """Prepare for a call that does not send the model: as `Membership.ready`.
+
+        After `release` there is no copy of the source to connect with; another one is made.
+        """
+        if self._sends_snapshots and not self.membership.connected:
+            self.take_snapshot()
+        self.membership.ready(members)
+
     def send(
         self,
         version: int | None,
@@ -131,7 +140,7 @@ class Coordinator:
                 "again; send_weights() updates every receiver"
             )
         before = self.fleet.sent_counts
-        self.membership.ready(members)
+        self._ready(members)
         terms = replace(self._sent.terms, version=self.fleet.version, rewind=True)
         update = self._update(members)
         delta = self.deltas.repeat()
@@ -155,7 +164,7 @@ class Coordinator:
         next update brings it. An error leaves the fleet unchanged.
         """
         self.membership.check_new(transport)
-        self.membership.ready()
+        self._ready()
         joining = Joining(self.fleet, transport, delta_follows=self.deltas.may_send)
         report = joining.fetch()
         members = self.membership.add(transport)
@@ -206,7 +215,7 @@ class Coordinator:
         _check_version(version)
         as_label(label)
         before = self.fleet.sent_counts
-        self.membership.ready()
+        self._ready()
         version, rewind = self._next(version, rewind=rewind)
         base = self.fleet.version if partial else None
         terms = StartTerms(
