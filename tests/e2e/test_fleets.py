@@ -283,14 +283,20 @@ class TestWhoIsWho:
         def of_tomorrow(message: Any) -> object:
             reply = second(message)
             if message["call"] == "weight_info":
-                reply["protocol"] = 7  # type: ignore[index]  # plain data
+                reply.update(protocol_min=7, protocol=7)  # type: ignore[attr-defined]  # plain data
             return reply
 
         model = models.make("plain", seed=1)
-        with pytest.raises(ws.ProtocolError, match=r"of_tomorrow uses protocol 7"):
+        with pytest.raises(
+            ws.ProtocolError,
+            match="of_tomorrow: no common protocol: the sender has 1, the receiver 7",
+        ):
             connect(model, [first, of_tomorrow])
         with connect(model, first) as sender:
-            with pytest.raises(ws.ProtocolError, match=r"of_tomorrow uses protocol 7"):
+            with pytest.raises(
+                ws.ProtocolError,
+                match="of_tomorrow: no common protocol: the sender has 1, the receiver 7",
+            ):
                 sender.add(of_tomorrow)
             sender.send_weights()
 

@@ -11,7 +11,7 @@ import pytest
 from weightsync.errors import BackendUnavailableError
 
 NAME = "weightsync.integrations.verl"
-SAID = r"needs weightsync\[server\] and a verl with checkpoint engines, 0\.9\.1"
+SAID = r"needs the extra server and a verl with checkpoint engines, 0\.9\.1"
 
 
 @pytest.mark.parametrize("verl", [None, ModuleType("verl")], ids=["none", "too old"])
