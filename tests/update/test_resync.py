@@ -83,15 +83,17 @@ def test_a_changed_source_is_not_sent_by_a_path_that_came_since(options: Any) ->
                 sender.resync(target)
 
 
-def test_lines_are_compared_whatever_the_path() -> None:
-    one, two = make("plain", 1), make("plain", 2)
-    with fleet(one, delta="always") as (trainer, sender):
-        version_1 = digests(trainer)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lines_are_compared_whatever_the_path(dtype: torch.dtype) -> None:
+    """Those of tensors that lie still, and those of casts, which are made while they are sent."""
+    one, two = make("plain", 1).to(dtype), make("plain", 2).to(dtype)
+    with fleet(one, delta="always", dtype=dtype) as (trainer, sender):
+        version_1 = digests(one)
         sender.add(far(ws.WeightReceiver(two)))
         two.get_parameter("large").data.zero_()
         assert sender.resync(sender.targets[1]).verified == "held"
         assert digests(two) == version_1
-        fill(trainer, 9)
+        trainer.get_parameter("large").data[0, 0] += 1
         for target in sender.targets:
             with pytest.raises(ws.TransferError, match=CHANGED):
                 sender.resync(target)
