@@ -5,12 +5,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import mmap
+import operator
 import os
+import random
 import re
 import signal
 import stat
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +31,7 @@ from tests.shm.processes import (
     run,
 )
 from weightsync.errors import ConfigError, HandleError, SegmentError
+from weightsync.shm import segment as segment_module
 from weightsync.shm.segment import (
     PATTERN,
     Segment,
@@ -144,6 +152,44 @@ class TestTensor:
         for use in (segment.tensor, lambda: segment.buffer):
             with pytest.raises(SegmentError, match="closed in this process"):
                 use()
+
+
+class TestPrivate:
+    """A private mapping, into which the code of users may write."""
+
+    PAGES = 64
+
+    def test_what_was_written_is_restored_whoever_wrote_and_whenever(self) -> None:
+        """Also between calls with nothing to restore, which read no page table."""
+        page, generator = mmap.PAGESIZE, random.Random(5)
+        with Segment.create(self.PAGES * page) as segment, closing(segment.private()) as private:
+            shown, seen = segment.tensor(), private.tensor()
+            with ThreadPoolExecutor(1) as other:
+                for round_ in range(300):
+                    shown.random_(0, 256)
+                    start = generator.randrange(self.PAGES) * page
+                    nbytes = generator.randrange(1, segment.nbytes - start + 1)
+                    for number in generator.sample(range(self.PAGES), generator.randrange(3)):
+                        write = partial(operator.setitem, seen.numpy(), number * page + 7, 1)
+                        other.submit(write).result() if round_ % 2 else write()
+                    private.restore_written(private.address + start, nbytes)
+                    inside = slice(start, start + nbytes)
+                    assert torch.equal(seen[inside], shown[inside]), f"round {round_}"
+
+    def test_pages_are_not_looked_at_again_without_a_page_fault(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks, look = Counter[str](), segment_module._written_pages
+
+        def counted(address: int, nbytes: int) -> list[int] | None:
+            looks["all"] += 1
+            return look(address, nbytes)
+
+        monkeypatch.setattr(segment_module, "_written_pages", counted)
+        with Segment.create(mmap.PAGESIZE) as segment, closing(segment.private()) as private:
+            for _ in range(1000):
+                private.restore_written(private.address, mmap.PAGESIZE)
+        assert 1 <= looks["all"] < 500  # the test's own memory may have faults
 
 
 class TestSuspicion:

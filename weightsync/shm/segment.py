@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import re
+import resource
 import secrets
 import stat
 import sys
@@ -259,6 +260,7 @@ class PrivateMapping:
         self.nbytes = nbytes
         self.address = buffer_address(mapping)
         self._mapping: mmap.mmap | None = mapping
+        self._faults: dict[tuple[int, int], int] = {}
 
     def tensor(self, offset: int = 0) -> torch.Tensor:
         """Return `uint8[nbytes - offset]`, which keeps the memory mapped."""
@@ -280,9 +282,14 @@ class PrivateMapping:
     def restore_written(self, address: int, nbytes: int) -> None:
         """The same for the pages that were written, whoever wrote: the kernel knows them.
 
-        Reads 8 bytes for each page; cheaper than to map all of them again.
+        Reads 8 bytes for each page, and none where this process had no page fault since the last
+        call for this range: the first write to a page of this mapping is one.
         """
         begin, end = self._pages(address, nbytes)
+        faults = _page_faults()  # before the pages are read: a later one is for the next call
+        if self._faults.get((begin, end)) == faults:
+            return
+        self._faults[begin, end] = faults
         written = _written_pages(self.address + begin, end - begin)
         if written is None:
             self.restore(address, nbytes)
@@ -307,6 +314,12 @@ class PrivateMapping:
         begin = address - self.address
         first = begin - begin % _PAGE
         return first, min(self.nbytes, -(-(begin + nbytes) // _PAGE) * _PAGE)
+
+
+def _page_faults() -> int:
+    """Return how many page faults this process had, in all of its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 def _written_pages(address: int, nbytes: int) -> list[int] | None:
