@@ -18,7 +18,14 @@ import torch
 from weightsync.backends.base import Endpoint
 from weightsync.backends.nixl import carrier as carrier_module
 from weightsync.backends.nixl.backend import RDMA_COST, TCP_COST, NixlBackend
-from weightsync.backends.tcp.connection import Connection, Frame, FrameKind, Request, nothing
+from weightsync.backends.tcp.connection import (
+    Check,
+    Connection,
+    Frame,
+    FrameKind,
+    Request,
+    nothing,
+)
 from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.window import ChunkWindow, Pieces
 from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
@@ -37,23 +44,43 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pair:
     """A host that serves one chunk, and the reading end of a connection to it."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.sent = torch.randint(256, (2, NBYTES), dtype=torch.uint8)
-        self.into = torch.zeros(2, NBYTES, dtype=torch.uint8)
+    def __init__(self, stack: ExitStack, nbytes: int = NBYTES) -> None:
+        self.sent = torch.randint(256, (2, nbytes), dtype=torch.uint8)
+        self.into = torch.zeros(2, nbytes, dtype=torch.uint8)
         self.serving, self.reading = carrier_module.NixlCarrier(), carrier_module.NixlCarrier()
         self.serving.register(list(self.sent))
         self.reading.register(list(self.into))
         self.window = ChunkWindow(2, PATIENCE_S)
-        server = ChunkServer(ADDRESS, SECRET, self.window, PATIENCE_S, self.serving)
-        self.connection = Connection.open(ADDRESS, server.port, SECRET, 0, PATIENCE_S)
-        for closed in (self.window, server, self.connection, self.reading, self.serving):
+        self._server = ChunkServer(ADDRESS, SECRET, self.window, PATIENCE_S, self.serving)
+        self._stack = stack
+        for closed in (self.window, self._server, self.reading, self.serving):
             stack.enter_context(closing(closed))
+        self.connect()
+
+    def connect(self) -> None:
+        """Open a connection."""
+        opened = Connection.open(ADDRESS, self._server.port, SECRET, 0, PATIENCE_S)
+        self.connection = self._stack.enter_context(closing(opened))
+
+    def leave(self) -> None:
+        """End the connection, as a host does after an error."""
+        self.reading.leave(self.connection)
+        self.connection.close()
+
+    def offer(self, chunk: torch.Tensor) -> None:
+        """Begin another update, of this chunk."""
+        self.window.begin(self.window.epoch + 1, 1, [[0]])
+        self.window.offer(0, chunk.numpy().data, [])
 
     def head(self) -> Frame:
         """Ask for the chunk, and return its head."""
-        self.connection.send_request(Request(1, 0, is_next=False))
+        self.connection.send_request(Request(self.window.epoch, 0, is_next=False))
         self.reading.receive_metadata(self.connection, nothing)
         return self.connection.next_frame(nothing)
+
+    def read(self, frame: Frame, check: Check = nothing) -> None:
+        """Read the chunk."""
+        self.reading.receive(self.connection, frame, self.into[0].numpy().data, check)
 
 
 @pytest.fixture
@@ -108,15 +135,39 @@ def test_nothing_is_read_from_a_host_that_is_gone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """UCX aborts a process that reads from another one to which it cannot connect any more."""
-    pair.window.begin(1, 1, [[0]])
-    pair.window.offer(0, pair.sent[1].numpy().data, [])
+    pair.offer(pair.sent[1])
     frame = pair.head()
     asked: list[str] = []
     monkeypatch.setattr(pair.reading._agent, "transfer", asked.append)
     monkeypatch.setattr(type(pair.connection), "is_open", False)
     with pytest.raises(TransferError, match="the other host is gone"):
-        pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data, nothing)
+        pair.read(frame)
     assert not asked
+
+
+def test_a_read_that_was_given_up_does_not_write_to_the_next_update() -> None:
+    """The other host answers late, when the same memory gets bytes of another update."""
+
+    def give_up() -> None:
+        raise TransferError("the update was aborted by its sender")
+
+    for attempt in range(3):
+        with ExitStack() as stack:
+            pair = Pair(stack, nbytes=16 << 20)
+            pair.offer(pair.sent[0])
+            pair.read(pair.head())
+            pair.leave()
+            pair.connect()
+            pair.offer(pair.sent[0])
+            frame = pair.head()
+            with pair.serving._lock:  # it stands still
+                with pytest.raises(TransferError, match="was aborted"):
+                    pair.read(frame, give_up)
+                pair.leave()
+            pair.connect()
+            pair.offer(pair.sent[1])
+            pair.read(pair.head())
+            assert torch.equal(pair.into[0], pair.sent[1]), f"bytes given up, try {attempt}"
 
 
 def test_neighbours_are_one_region() -> None:
@@ -165,11 +216,10 @@ def test_what_lies_beyond_the_registered_memory_is_not_read(
     monkeypatch.setattr(
         carrier_module, "_PIECE", Lying(carrier_module._PIECE, address=beyond.data_ptr())
     )
-    pair.window.begin(1, 1, [[0]])
-    pair.window.offer(0, pair.sent[0].numpy().data, [])
+    pair.offer(pair.sent[0])
     frame = pair.head()
     with pytest.raises(TransferError, match="read"):
-        pair.reading.receive(pair.connection, frame, pair.into[0].numpy().data, nothing)
+        pair.read(frame)
     assert not pair.into.any()
 
 

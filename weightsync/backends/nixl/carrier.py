@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import numpy as np
@@ -45,11 +45,80 @@ _ALONE_S = 0.02
 _WAITING_S = 0.25
 
 
+class _Landing:
+    """Memory for one read at a time, registered with an agent, which `lock` guards.
+
+    UCX does not cancel a read: the answer to one that was given up may come much later, also after
+    NIXL has released its handle and left the other host. So no read is into memory of the ring,
+    and the memory of one that was given up is used for nothing else until it has ended.
+    """
+
+    _lock = threading.Lock()
+    _given_up: ClassVar[list[_Landing]] = []
+    """Of all agents of this process: they must live until the read has ended."""
+
+    def __init__(self, agent: Any, lock: threading.Lock, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._agent, self._agent_lock = agent, lock
+        self._peer, self._handle = "", None
+        with lock, _errors("registering memory"):
+            self._registered = agent.register_memory([self.memory])
+
+    def start(self, peer: str, pieces: Pieces) -> str:
+        """Begin to read pieces of another host's memory; return NIXL's state of the read."""
+        agent, start, device = self._agent, self.memory.data_ptr(), pieces.device or 0
+        here = [(start + position, nbytes, 0) for position, _, nbytes in pieces.places]
+        there = [(address, nbytes, device) for _, address, nbytes in pieces.places]
+        with self._agent_lock, _errors("starting to read"):
+            local = agent.get_xfer_descs(here, mem_type=_kind(on_gpu=False))
+            remote = agent.get_xfer_descs(there, mem_type=_kind(on_gpu=pieces.device is not None))
+            self._peer = peer
+            self._handle = agent.initialize_xfer("READ", local, remote, peer)
+            return str(agent.transfer(self._handle))
+
+    def state(self) -> str:
+        """Return NIXL's state of the read."""
+        with self._agent_lock, _errors("reading"):
+            return str(self._agent.check_xfer_state(self._handle))
+
+    def end(self) -> None:
+        """Release a read that has ended."""
+        handle, self._handle = self._handle, None
+        with self._agent_lock, suppress(Exception):  # it failed before
+            self._agent.release_xfer_handle(handle)
+
+    def give_up(self) -> None:
+        """Keep this until the read has ended."""
+        with self._lock:
+            self._given_up.append(self)
+
+    def close(self) -> None:
+        """Deregister the memory."""
+        with self._agent_lock, suppress(Exception):
+            self._agent.deregister_memory(self._registered)
+        self._agent = self._registered = None
+
+    @classmethod
+    def is_reading(cls, agent: Any, peer: str) -> bool:
+        """Whether a read that was given up may be in progress; frees those that have ended."""
+        with cls._lock:
+            cls._given_up[:] = [landing for landing in cls._given_up if not landing._has_ended()]
+            return any((each._agent, each._peer) == (agent, peer) for each in cls._given_up)
+
+    def _has_ended(self) -> bool:
+        with suppress(TransferError):  # it has failed
+            if self.state() == "PROC":
+                return False
+        self.end()
+        self.close()
+        return True
+
+
 class NixlCarrier:
     """Moves chunks between registered rings. Raises BackendUnavailableError where NIXL fails.
 
-    One lock guards the agent, which is not thread-safe. A read that does not end is abandoned with
-    its agent's other end, so that it cannot write later.
+    One lock guards the agent, which is not thread-safe. A chunk is read into memory beside the
+    ring, and copied: see _Landing.
     """
 
     lends = True
@@ -62,6 +131,7 @@ class NixlCarrier:
         self._lent: Any = None
         self._lent_tensors: list[torch.Tensor] = []
         self._spare = threading.Lock()
+        self._landing: _Landing | None = None
         self._peers: dict[Connection, str] = {}
         self._closed = False
         # Over TCP another host's read advances only in calls of this one.
@@ -160,32 +230,34 @@ class NixlCarrier:
         pieces = self._pieces(connection, check)
         if len(pieces) != len(into):
             raise ProtocolError(f"{len(pieces)} bytes are offered, where {len(into)} come next")
-        _clear_gaps(pieces, into)
         if pieces:
-            self._read(connection, into, pieces, check)
+            arrived = self._read(connection, pieces, check)[: len(into)]
+            _clear_gaps(pieces, arrived)
+            into[:] = arrived
         if not connection.is_open:  # the other host may have used the memory for something else
             raise TransferError("the connection was closed while a chunk was read")
         connection.send_ack()
 
-    def _read(self, connection: Connection, into: memoryview, pieces: Pieces, check: Check) -> None:
-        agent, peer, start = self._agent, self._peers[connection], _address_of(into)
-        here = [(start + position, nbytes, 0) for position, _, nbytes in pieces.places]
-        device = pieces.device or 0
-        there = [(address, nbytes, device) for _, address, nbytes in pieces.places]
+    def _read(self, connection: Connection, pieces: Pieces, check: Check) -> memoryview:
+        """Return the memory in which the pieces lie until the next read."""
         if not connection.is_open:  # UCX aborts this process where it cannot connect to a dead one
             raise TransferError("the other host is gone")
-        with self._lock, _errors("starting to read"):
-            local = agent.get_xfer_descs(here, mem_type=_kind(on_gpu=False))
-            remote = agent.get_xfer_descs(there, mem_type=_kind(on_gpu=pieces.device is not None))
-            handle = agent.initialize_xfer("READ", local, remote, peer)
-            state = agent.transfer(handle)
+        landing, self._landing, memory = self._landing, None, self._memory
+        if not memory:
+            raise TransferError("this host does not read any more")
+        if landing is None:
+            landing = _Landing(self._agent, self._lock, memory[0].numel())
         try:
-            self._wait(connection, handle, state, check)
-        finally:
-            with self._lock, suppress(Exception):  # it failed before
-                agent.release_xfer_handle(handle)
+            state = landing.start(self._peers[connection], pieces)
+            self._wait(connection, landing, state, check)
+        except BaseException:
+            landing.give_up()
+            raise
+        landing.end()
+        self._landing = landing
+        return landing.memory.numpy().data
 
-    def _wait(self, connection: Connection, handle: Any, state: str, check: Check) -> None:
+    def _wait(self, connection: Connection, landing: _Landing, state: str, check: Check) -> None:
         begun = time.monotonic()
         while state == "PROC":
             # Over TCP NIXL does not notice a process that stands still.
@@ -193,8 +265,7 @@ class NixlCarrier:
                 raise TransferError(f"a read did not end within {connection.patience_s:g} s")
             _pause(begun)
             check()
-            with self._lock, _errors("reading"):
-                state = self._agent.check_xfer_state(handle)
+            state = landing.state()
         if state != "DONE":
             raise TransferError(f"NIXL could not read from another host ({state})")
 
@@ -204,9 +275,9 @@ class NixlCarrier:
         connection.send_ack()
 
     def leave(self, connection: Connection) -> None:
-        """Disconnect from the other agent, which ends reads that are in progress."""
+        """Disconnect from the other agent, unless a read from it is in progress."""
         peer = self._peers.pop(connection, None)
-        if peer is not None:
+        if peer is not None and not _Landing.is_reading(self._agent, peer):
             with self._lock, suppress(Exception):  # the other process may be gone
                 self._agent.remove_remote_agent(peer)
 
@@ -215,6 +286,9 @@ class NixlCarrier:
         self._closed = True
         for connection in list(self._peers):
             self.leave(connection)
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.close()
         with self._lock:
             for registered in (self._registered, self._lent):
                 self._deregister(registered)
