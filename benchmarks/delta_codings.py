@@ -32,8 +32,8 @@ import zstandard
 from benchmarks.changes import RECORDED, read_step, recorded_steps
 from benchmarks.peer_codings import PEERS, Bits, Flat, Pair, PeerCoding, WholeXor
 from benchmarks.shapes import smollm2
-from weightsync.weights import delta_coding
-from weightsync.weights.delta_coding import SECTION_VALUES, VALUES, Section, decode, encode
+from weightsync.weights.deltas import coding as delta_coding
+from weightsync.weights.deltas.coding import SECTION_VALUES, VALUES, Section, decode, encode
 
 T = TypeVar("T")
 Positions = npt.NDArray[np.uint64]

@@ -31,10 +31,10 @@ from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
 from weightsync.backends.ipc.sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_UNIT_NBYTES
 from weightsync.tensors import as_bytes
-from weightsync.weights.copy_plan import CompiledUnit, Memory, UnitCompiler
-from weightsync.weights.fused import FusedUnit, fuse, hashers
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying.copy_plan import CompiledUnit, Memory, UnitCompiler
+from weightsync.weights.copying.fused import FusedUnit, fuse, hashers
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sources.base import ModuleSource
 
 WARM_UPS = 2
 UNMET = 3

@@ -12,7 +12,7 @@ import torch
 from weightsync.cuda import handles
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
-from weightsync.weights.fused import Batch
+from weightsync.weights.copying.fused import Batch
 from weightsync.wire.offers import Handle, SegmentHandle
 
 

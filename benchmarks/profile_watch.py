@@ -31,9 +31,9 @@ RECEIVER = {
     },
     "weightsync.update.session:ReceiverSession": {"_prepare": "prepare", "_commit": "commit"},
     "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
-    "weightsync.weights.copy_plan:HostCopies": {"run": "copy"},
-    "weightsync.weights.copy_plan:CopyAndHash": {"run": "copy and fingerprint"},
-    "weightsync.weights.copy_plan:HostCopyUnit": {
+    "weightsync.weights.copying.copy_plan:HostCopies": {"run": "copy"},
+    "weightsync.weights.copying.copy_plan:CopyAndHash": {"run": "copy and fingerprint"},
+    "weightsync.weights.copying.copy_plan:HostCopyUnit": {
         "copy": "copy",
         "fingerprint": "fingerprint",
         "copy_and_fingerprint": "copy and fingerprint",

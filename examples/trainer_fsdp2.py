@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 
 import weightsync as ws
 from weightsync.integrations.trl import WeightSyncCallback
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.sources.base import ModuleSource
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):

@@ -66,6 +66,8 @@ LAYERS = (
     layer("testing"),
     layer("cli", "__main__", mutual=True),
 )
+ROOMS = ("copying", "tensor_kinds", "lines", "sinks", "sources", "deltas")
+"""Of weightsync/weights/: each imports from itself and from those before it."""
 HEIGHT = {unit: height for height, row in enumerate(LAYERS) for unit in row.units}
 
 
@@ -182,6 +184,35 @@ def test_imports_only_from_below(path: Path) -> None:
     assert violations(path.read_text(), module_name(path), is_package=is_package) == []
 
 
+def rooms_above(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Return the imports of a module of weightsync.weights from rooms after its own."""
+    prefix = f"{PACKAGE}.weights."
+    own = ROOMS.index(module.removeprefix(prefix).partition(".")[0])
+    return [
+        f"{module}:{line} imports {target}"
+        for line, target in imports(source, module, is_package=is_package)
+        if target.startswith(prefix)
+        and ROOMS.index(target.removeprefix(prefix).partition(".")[0]) > own
+    ]
+
+
+IN_ROOMS = [path for path in FILES if path.parent.parent.name == "weights"]
+IN_ROOMS += [ROOT / "weights/tensor_kinds.py"]
+
+
+@pytest.mark.parametrize("path", IN_ROOMS, ids=module_name)
+def test_rooms_of_weights_import_from_those_before(path: Path) -> None:
+    is_package = path.name == "__init__.py"
+    assert rooms_above(path.read_text(), module_name(path), is_package=is_package) == []
+
+
+def test_an_import_from_a_later_room_is_found() -> None:
+    source = "def f():\n    from weightsync.weights.sinks.base import X\n"
+    found = rooms_above(source, "weightsync.weights.lines.memory")
+    assert found == ["weightsync.weights.lines.memory:2 imports weightsync.weights.sinks.base"]
+    assert rooms_above(source, "weightsync.weights.sources.base") == []
+
+
 def test_modules_of_one_layer_form_no_cycle() -> None:
     mutual = {unit for row in LAYERS if row.mutual for unit in row.units}
     sources = {module_name(path): path.read_text() for path in FILES}
@@ -195,7 +226,7 @@ def test_the_package_is_there() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
     [
-        ("weightsync.wire.codec", "from weightsync.weights.source import X", "is above it"),
+        ("weightsync.wire.codec", "from weightsync.weights.sources.base import X", "is above it"),
         ("weightsync.wire.codec", "def f():\n    import weightsync.sender", "is above it"),
         (
             "weightsync.wire.codec",
@@ -204,8 +235,8 @@ def test_the_package_is_there() -> None:
         ),
         ("weightsync.wire.codec", "from ..weights import source", "is above it"),
         ("weightsync.wire.codec", "import torch.nn", "is banned there"),
-        ("weightsync.weights.sink", "from weightsync.queues import sockets", "is beside it"),
-        ("weightsync.shm.ring", "import weightsync.weights.sink", "is above it"),
+        ("weightsync.weights.sinks.base", "from weightsync.queues import sockets", "is beside it"),
+        ("weightsync.shm.ring", "import weightsync.weights.sinks.base", "is above it"),
         ("weightsync.backends.base", "import weightsync.transports.base as b", "is beside it"),
         (
             "weightsync.backends.registry",
@@ -241,7 +272,7 @@ def test_a_module_of_no_layer_is_refused() -> None:
     [
         ("weightsync.wire.codec", "import msgspec\nfrom weightsync.errors import ProtocolError"),
         ("weightsync.specs", "import math\nfrom weightsync.errors import ConfigError"),
-        ("weightsync.weights.sink", "import torch\nfrom weightsync.weights import layout"),
+        ("weightsync.weights.sinks.base", "import torch\nfrom weightsync.weights import layout"),
         ("weightsync.sender", "from weightsync.update.fleet import Fleet"),
         ("weightsync.server.router", "import fastapi\nimport weightsync as ws"),
         ("weightsync.cli.demo", "from weightsync.serve.model import load"),

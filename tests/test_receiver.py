@@ -37,9 +37,9 @@ from weightsync.shm.segment import Segment, live_segments
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes, spec_of
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.sink import HookSink
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying.fingerprint import mix64, to_hex
+from weightsync.weights.sinks.base import HookSink
+from weightsync.weights.sources.base import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,

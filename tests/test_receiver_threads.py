@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 pytestmark = pytest.mark.usefixtures("shm_clean")

@@ -16,8 +16,8 @@ from torch import nn
 
 import weightsync as ws
 from tests.update.test_leases import LEASE_S, let_a_lease_pass
-from weightsync.weights import arena
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying import arena
+from weightsync.weights.sources.base import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,

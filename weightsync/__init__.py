@@ -58,13 +58,13 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.observe import Progress
     from weightsync.receiver import WeightReceiver, fetch
     from weightsync.sender import WeightSender, close, connect, send_weights
-    from weightsync.weights.experts import FusedExpertsSource, PerExpertSource
-    from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
-    from weightsync.weights.patches import SparseWeightPatch
-    from weightsync.weights.safetensors_source import SafetensorsSource
-    from weightsync.weights.sink import HookSink, WeightSink
-    from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
-    from weightsync.weights.wrapping import WrappingSource
+    from weightsync.weights.lines.patches import SparseWeightPatch
+    from weightsync.weights.sinks.base import HookSink, WeightSink
+    from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
+    from weightsync.weights.sources.base import ModuleSource, StateDictSource, WeightSource
+    from weightsync.weights.sources.experts import FusedExpertsSource, PerExpertSource
+    from weightsync.weights.sources.safetensors_source import SafetensorsSource
+    from weightsync.weights.sources.wrapping import WrappingSource
 
 __version__ = "0.1.0"
 
@@ -144,13 +144,13 @@ _MODULES = {
     "observe": ("Progress",),
     "receiver": ("WeightReceiver", "fetch"),
     "sender": ("WeightSender", "close", "connect", "send_weights"),
-    "weights.experts": ("FusedExpertsSource", "PerExpertSource"),
-    "weights.module_sink": ("ModuleSink", "ShardedModuleSink"),
-    "weights.patches": ("SparseWeightPatch",),
-    "weights.safetensors_source": ("SafetensorsSource",),
-    "weights.sink": ("HookSink", "WeightSink"),
-    "weights.source": ("ModuleSource", "StateDictSource", "WeightSource"),
-    "weights.wrapping": ("WrappingSource",),
+    "weights.sources.experts": ("FusedExpertsSource", "PerExpertSource"),
+    "weights.sinks.module_sink": ("ModuleSink", "ShardedModuleSink"),
+    "weights.lines.patches": ("SparseWeightPatch",),
+    "weights.sources.safetensors_source": ("SafetensorsSource",),
+    "weights.sinks.base": ("HookSink", "WeightSink"),
+    "weights.sources.base": ("ModuleSource", "StateDictSource", "WeightSource"),
+    "weights.sources.wrapping": ("WrappingSource",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("ray", "server", "testing")

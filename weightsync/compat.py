@@ -41,10 +41,10 @@ from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest
 from weightsync.tensors import as_bytes, contiguous_bytes, spec_of
-from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.layout import aligned
-from weightsync.weights.sink import HookSink, LoadWeights
-from weightsync.weights.source import SourceWatch
+from weightsync.weights.copying.fingerprint import mix64, to_hex
+from weightsync.weights.copying.layout import aligned
+from weightsync.weights.sinks.base import HookSink, LoadWeights
+from weightsync.weights.sources.base import SourceWatch
 from weightsync.wire import codec
 from weightsync.wire.messages import EmptyUpdate, HandlesUpdate, RegisteredUpdate, UpdateRequest
 from weightsync.wire.offers import KeyedHandle, SegmentHandle

@@ -26,9 +26,9 @@ from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.update.senders import Senders, installed_backend
 from weightsync.update.session import ReceiverSession
-from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
-from weightsync.weights.shards import holds_shards
-from weightsync.weights.sink import HookSink, LoadWeights, WeightSink
+from weightsync.weights.copying.shards import holds_shards
+from weightsync.weights.sinks.base import HookSink, LoadWeights, WeightSink
+from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     PROTOCOL,

@@ -82,10 +82,16 @@ from weightsync.update.deltas import DeltaChoice, why_never
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
-from weightsync.weights.finite import CheckFinite
-from weightsync.weights.lines import warm_up
-from weightsync.weights.module_sink import Rename
-from weightsync.weights.source import NamedTensors, as_source, checked_pairs, find_ties, rounded_by
+from weightsync.weights.lines.memory import warm_up
+from weightsync.weights.sinks.module_sink import Rename
+from weightsync.weights.sources.base import (
+    NamedTensors,
+    as_source,
+    checked_pairs,
+    find_ties,
+    rounded_by,
+)
+from weightsync.weights.sources.finite import CheckFinite
 from weightsync.weights.tensor_kinds import states_beside, warn_of_state
 from weightsync.wire.messages import SharedMemoryUsage
 

@@ -35,7 +35,7 @@ from weightsync.backends.tcp.payload import RelayedUpdate
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
 from weightsync.shm.wait import Heartbeat
-from weightsync.weights.source import ModuleSource, NamedTensors
+from weightsync.weights.sources.base import ModuleSource, NamedTensors
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     AbortRequest,

@@ -22,7 +22,7 @@ from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.ipc.transfer import IncomingTransfer
 from weightsync.backends.nixl.carrier import NixlCarrier
 from weightsync.testing import BackendContract
-from weightsync.weights.copy_plan import Memory
+from weightsync.weights.copying.copy_plan import Memory
 from weightsync.wire.codec import decode_payload
 
 children.load_beforehand("weightsync.testing.backend_contract", "pytest")

@@ -17,7 +17,7 @@ from weightsync.backends.base import Reach, Received, Round
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import contiguous_bytes
 from weightsync.testing import TinyModel
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.layout import StreamLayout
 from weightsync.wire.codec import manifest_from_wire, manifest_to_wire
 from weightsync.wire.messages import InitRequest, StartRequest
 from weightsync.wire.offers import InitInfo

@@ -10,11 +10,11 @@ from torch import nn
 
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
-from weightsync.weights import fused
-from weightsync.weights.copy_plan import DeviceCopyUnit, Memory
-from weightsync.weights.fused import Tiles
-from weightsync.weights.packer import Packer
-from weightsync.weights.sink import Apply
+from weightsync.weights.copying import fused
+from weightsync.weights.copying.copy_plan import DeviceCopyUnit, Memory
+from weightsync.weights.copying.fused import Tiles
+from weightsync.weights.sinks.base import Apply
+from weightsync.weights.sources.packer import Packer
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.ipc.transfer import OpenedMemory
-from weightsync.weights.copy_plan import Memory
+from weightsync.weights.copying.copy_plan import Memory
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

@@ -20,10 +20,10 @@ from weightsync.backends.ipc import sender
 from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.ring import RingWriter
-from weightsync.weights import fused
-from weightsync.weights.copy_plan import DeviceCopyUnit
-from weightsync.weights.packer import Packer
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying import fused
+from weightsync.weights.copying.copy_plan import DeviceCopyUnit
+from weightsync.weights.sources.base import ModuleSource
+from weightsync.weights.sources.packer import Packer
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

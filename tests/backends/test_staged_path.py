@@ -20,7 +20,7 @@ from weightsync.backends.ipc.memory import Buckets
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.cuda import pinning
 from weightsync.cuda.staging import StagedBuckets
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.sources.base import ModuleSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

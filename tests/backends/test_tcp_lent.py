@@ -19,8 +19,8 @@ from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sources.base import ModuleSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

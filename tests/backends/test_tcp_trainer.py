@@ -12,7 +12,7 @@ from weightsync.backends.base import Reader, Replies, TransferOptions
 from weightsync.backends.ipc.sender import MAX_READERS, RELAY_READER, IpcTrainerEngine
 from weightsync.backends.tcp.payload import HostRing, Peer, TcpInit
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
-from weightsync.weights.source import StateDictSource, WeightSource
+from weightsync.weights.sources.base import StateDictSource, WeightSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 OPTIONS = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=4)

@@ -21,8 +21,8 @@ from weightsync.backends.tcp.window import ChunkWindow, Data, Pieces
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.source import ModuleSource, StateDictSource, WeightSource
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sources.base import ModuleSource, StateDictSource, WeightSource
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

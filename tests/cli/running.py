@@ -18,7 +18,7 @@ from weightsync.cli.app import make_app
 from weightsync.cli.child import Child
 from weightsync.serve.model import make_tiny_model
 from weightsync.tensors import as_bytes
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 
 TOKEN = "the-token-of-the-test"
 START_S = 90.0

@@ -13,7 +13,7 @@ from tests.server.live import make_app, serving
 from weightsync.cli.checkpoint import open_checkpoint
 from weightsync.cli.verify import compare
 from weightsync.tensors import as_bytes
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 from weightsync.wire.messages import CheckReply
 
 NORM = "model.norm.weight"

@@ -21,7 +21,7 @@ from weightsync.cuda.memory import OpenMemory
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import live_segments
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.fingerprint import mix64
+from weightsync.weights.copying.fingerprint import mix64
 from weightsync.wire.messages import FinishRequest, StartRequest, UpdateRequest
 from weightsync.wire.offers import Handle, KeyedHandle, SegmentHandle
 

@@ -19,8 +19,8 @@ from weightsync.backends import base
 from weightsync.backends.ipc import transfer
 from weightsync.errors import TransferTimeout
 from weightsync.update.gate import ReadWriteGate
-from weightsync.weights.copy_plan import DeviceCopyUnit
-from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.copying.copy_plan import DeviceCopyUnit
+from weightsync.weights.sinks.module_sink import ModuleSink
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 TIMEOUT_S = 20.0

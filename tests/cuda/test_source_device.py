@@ -16,8 +16,8 @@ from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.memory import Buckets
 from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, IpcTrainerEngine
 from weightsync.ranks.sources import source_device
-from weightsync.weights.safetensors_source import SafetensorsSource
-from weightsync.weights.source import IterableSource, ModuleSource, WeightSource, as_source
+from weightsync.weights.sources.base import IterableSource, ModuleSource, WeightSource, as_source
+from weightsync.weights.sources.safetensors_source import SafetensorsSource
 
 GPU = torch.device("cuda", 0)
 

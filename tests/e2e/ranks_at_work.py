@@ -24,8 +24,8 @@ from tests.e2e.models import digests
 from tests.weights import trainer_models
 from weightsync.cuda.handles import device_keys
 from weightsync.ranks import comm, worker
-from weightsync.weights import shards
-from weightsync.weights.module_sink import strip_wrappers
+from weightsync.weights.copying import shards
+from weightsync.weights.sinks.module_sink import strip_wrappers
 
 TOKENS = torch.arange(6).view(2, 3)
 TIMEOUT_S = 30.0

@@ -13,8 +13,8 @@ from torch import nn
 import weightsync as ws
 from weightsync.shm import segment
 from weightsync.shm.host_keys import host_key
-from weightsync.weights.layout import StreamLayout, layer_of
-from weightsync.weights.sink import Apply, LoadTarget, NamedTensor
+from weightsync.weights.copying.layout import StreamLayout, layer_of
+from weightsync.weights.sinks.base import Apply, LoadTarget, NamedTensor
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

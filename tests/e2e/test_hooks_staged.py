@@ -155,7 +155,9 @@ class TestInOneProcess:
 
     def test_auto_stages_where_memory_allows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for free, wanted in ((1 << 40, "staged"), (1, "in_place")):
-            monkeypatch.setattr("weightsync.weights.arena.available", lambda _, free=free: free)
+            monkeypatch.setattr(
+                "weightsync.weights.copying.arena.available", lambda _, free=free: free
+            )
             receiver = ws.WeightReceiver(Recorder())
             parts = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # in place, one at a time
             with ws.connect(parts, to=receiver.handle) as sender:

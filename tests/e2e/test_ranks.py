@@ -14,7 +14,7 @@ from tests.e2e.models import BUCKET_NBYTES
 from tests.e2e.processes import Host, Remote
 from tests.e2e.ranks_at_work import Digests, Seen
 from tests.weights.trainer_models import plain
-from weightsync.weights.source import ModuleSource, groups_of
+from weightsync.weights.sources.base import ModuleSource, groups_of
 
 GROUPS = len(groups_of(ModuleSource(plain()).manifest))
 TENSORS = len(ModuleSource(plain()).manifest.specs)

@@ -19,7 +19,7 @@ from tests.weights.test_described_source import Described
 from weightsync.ranks import replicas
 from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.replicas import ReplicaCheck
-from weightsync.weights.shards import local_of
+from weightsync.weights.copying.shards import local_of
 
 NORM = "norm.weight"
 UP = "layers.1.up.weight"

@@ -21,7 +21,7 @@ from tests.e2e.processes import NIXL_OVER_TCP
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.shm.ring import Control
 from weightsync.transports.http import HttpTransport
-from weightsync.weights import delta as packets
+from weightsync.weights.deltas import change_log as packets
 from weightsync.wire.messages import (
     FinishRequest,
     InitRequest,

@@ -8,7 +8,7 @@ import torch
 from tests.crew import crew
 from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.replicas import ReplicaCheck
-from weightsync.weights.fingerprint import mix64, mixed_total
+from weightsync.weights.copying.fingerprint import mix64, mixed_total
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from tests.crew import Crew, crew
 from weightsync.errors import TransferError
 from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.sources import CollectiveSource
-from weightsync.weights.source import StateDictSource, as_source
+from weightsync.weights.sources.base import StateDictSource, as_source
 
 SIZE = 3
 TIMEOUT_S = 30.0

@@ -22,13 +22,15 @@ from torch import nn
 
 import weightsync as ws
 from tests.soak.sizes import sizes
-from weightsync.weights import arena, delta, lines
-from weightsync.weights.delta import ChangeLog, DeltaSource, DeltaTarget
-from weightsync.weights.delta_coding import Section, encode
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import LineMemory
-from weightsync.weights.sink import LoadTarget
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.deltas import change_log as delta
+from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, DeltaTarget
+from weightsync.weights.deltas.coding import Section, encode
+from weightsync.weights.lines import memory as lines
+from weightsync.weights.lines.memory import LineMemory
+from weightsync.weights.sinks.base import LoadTarget
+from weightsync.weights.sources.base import ModuleSource
 
 ERRORS = (ws.ProtocolError, ws.VerificationError, ws.BackendUnavailableError)
 """DeltaError is a ProtocolError."""

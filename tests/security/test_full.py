@@ -13,7 +13,7 @@ import torch
 from tests.security.full import MODEL_NBYTES
 from tests.shm.processes import environment, output, run
 from weightsync.errors import TransferError
-from weightsync.weights import arena
+from weightsync.weights.copying import arena
 
 MODULE = [sys.executable, "-m", "tests.security.full"]
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from weightsync.errors import (
 from weightsync.receiver import WeightReceiver
 from weightsync.server.workers import Workers, merge_statuses, workers_router
 from weightsync.transports.http import HttpTransport
-from weightsync.weights.checksums import DISAGREE
+from weightsync.weights.copying.checksums import DISAGREE
 from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,

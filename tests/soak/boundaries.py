@@ -17,7 +17,7 @@ from typing import Any
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.ring import Control, RingReader, RingWriter
 from weightsync.transports.http import HttpTransport
-from weightsync.weights.copy_plan import CopyAndHash, HostCopies, HostCopyUnit
+from weightsync.weights.copying.copy_plan import CopyAndHash, HostCopies, HostCopyUnit
 from weightsync.wire.messages import CALL_OF, StatusRequest
 
 Label = Callable[..., str]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 import weightsync as ws
 from tests.update.test_deltas import Model, change, equal, sent
 from tests.weights.meshes import member, shard
-from weightsync.weights.delta import ChangeLog
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.deltas.change_log import ChangeLog
+from weightsync.weights.sources.base import ModuleSource
 
 Held = Callable[[], Mapping[str, torch.Tensor]]
 

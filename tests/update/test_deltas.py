@@ -15,9 +15,12 @@ import weightsync as ws
 from weightsync.backends.ipc import backend as ipc
 from weightsync.tensors import as_bytes
 from weightsync.update import deltas
-from weightsync.weights import delta, delta_coding, lines, shard_lines, spot_check
-from weightsync.weights.delta import ChangeLog, DeltaSource
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.deltas import change_log as delta
+from weightsync.weights.deltas import coding as delta_coding
+from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource
+from weightsync.weights.lines import memory as lines
+from weightsync.weights.lines import shard_lines, spot_check
 
 Call = Callable[[Mapping[str, object]], dict[str, object]]
 
@@ -624,7 +627,9 @@ def test_after_an_estimate_that_was_too_low_there_is_room_for_all(
     sender_and_receiver: tuple[ws.WeightSender, Model, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, trainer, server = sender_and_receiver
-    monkeypatch.setattr("weightsync.weights.delta.ChangeLog.changed_share", lambda *_: 0.0)
+    monkeypatch.setattr(
+        "weightsync.weights.deltas.change_log.ChangeLog.changed_share", lambda *_: 0.0
+    )
     came = []
     for step in range(3):
         change(trainer, step, share=1.0)
@@ -668,7 +673,9 @@ def test_too_many_changes_for_the_estimate_are_sent_whole(
     sender, trainer, server = sender_and_receiver
     assert StreamLayout(sender._group.manifest).nbytes // 64 > 1500
     change(trainer, 0, share=1.0)
-    monkeypatch.setattr("weightsync.weights.delta.ChangeLog.changed_share", lambda *_: 0.0)
+    monkeypatch.setattr(
+        "weightsync.weights.deltas.change_log.ChangeLog.changed_share", lambda *_: 0.0
+    )
     report = sender.send_weights()
     assert not sent(report)
     assert report.delta is not None

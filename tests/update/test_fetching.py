@@ -24,7 +24,7 @@ from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.polled import PolledTransport
 from weightsync.update import fetch_client, fetch_server
 from weightsync.update.lifecycle import State
-from weightsync.weights import spot_check
+from weightsync.weights.lines import spot_check
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     AbortRequest,

@@ -19,7 +19,7 @@ import weightsync as ws
 from tests.update.test_races import Sender, fill, make
 from tests.update.uniform import values
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.wire.messages import AbortRequest, FinishRequest
 
 pytestmark = pytest.mark.usefixtures("shm_clean")

@@ -16,8 +16,8 @@ from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.tensors import as_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sink import LoadTarget
+from weightsync.weights.sinks.base import LoadTarget
+from weightsync.weights.sinks.module_sink import ModuleSink
 
 LEASE_S = 3.0
 """Longer than what has to happen within it takes on a busy machine; see let_a_lease_pass."""

@@ -14,8 +14,8 @@ from torch import nn
 import weightsync as ws
 from tests.server.live import TOKEN, make_app, serving
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights import arena
-from weightsync.weights.module_sink import ModuleSink, Swap
+from weightsync.weights.copying import arena
+from weightsync.weights.sinks.module_sink import ModuleSink, Swap
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

@@ -18,8 +18,8 @@ from torch import nn
 import weightsync as ws
 from tests.update.uniform import fill, make, values
 from weightsync.backends.ipc.transfer import OpenedMemory
-from weightsync.weights import arena
-from weightsync.weights.module_sink import ModuleTensors, _PointerTarget, _StagedTarget
+from weightsync.weights.copying import arena
+from weightsync.weights.sinks.module_sink import ModuleTensors, _PointerTarget, _StagedTarget
 from weightsync.wire import codec
 from weightsync.wire.messages import UpdateRequest
 

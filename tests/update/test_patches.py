@@ -11,9 +11,11 @@ import torch
 
 import weightsync as ws
 from tests.weights.test_every_dtype import SENT
-from weightsync.weights import delta_coding, lines, patches
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.deltas import coding as delta_coding
+from weightsync.weights.lines import memory as lines
+from weightsync.weights.lines import patches
 
 Weights = dict[str, torch.Tensor]
 SHAPES = [(300, 65), (0, 4), (1,), (5, 3, 7)]

@@ -32,10 +32,10 @@ from weightsync.shm.segment import live_segments
 from weightsync.specs import Manifest, ManifestDifference
 from weightsync.update import session
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sink import Apply, LoadTarget
-from weightsync.weights.source import ModuleSource
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import Apply, LoadTarget
+from weightsync.weights.sinks.module_sink import ModuleSink
+from weightsync.weights.sources.base import ModuleSource
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,

@@ -18,7 +18,7 @@ import weightsync as ws
 from weightsync.integrations.huggingface import MergedSource
 from weightsync.specs import Manifest
 from weightsync.tensors import spec_of
-from weightsync.weights.source import ModuleSource, StateDictSource
+from weightsync.weights.sources.base import ModuleSource, StateDictSource
 
 SETTINGS: list[dict[str, Any]] = [
     {},

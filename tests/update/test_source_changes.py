@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import weightsync as ws
 from weightsync.integrations.huggingface import MergedSource
 from weightsync.shm import shared_stream
-from weightsync.weights.source import SourceWatch, YieldWatch
+from weightsync.weights.sources.base import SourceWatch, YieldWatch
 
 SIDE = 64
 LAYERS = 12

@@ -21,10 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import weightsync as ws
 from tests.update.test_deltas import Model, equal, sent
-from weightsync.weights import lines, spot_check
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.shards import local_of
-from weightsync.weights.spot_check import SpotCheck
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.shards import local_of
+from weightsync.weights.lines import memory as lines
+from weightsync.weights.lines import spot_check
+from weightsync.weights.lines.spot_check import SpotCheck
 
 
 @pytest.fixture(params=["compiled", "torch"])

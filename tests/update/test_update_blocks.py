@@ -10,7 +10,7 @@ import torch
 
 import weightsync as ws
 from tests.e2e.models import digests, fill, make
-from weightsync.weights import arena
+from weightsync.weights.copying import arena
 
 NAMES = list(dict(make("plain").named_parameters()))
 

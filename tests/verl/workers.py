@@ -24,7 +24,7 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
 from weightsync.tensors import as_bytes
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 
 SIZES = (64, 48, 7, 33)
 

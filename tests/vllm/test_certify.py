@@ -87,6 +87,6 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
 
 
 def _source(path: Path) -> Any:
-    from weightsync.weights.safetensors_source import SafetensorsSource
+    from weightsync.weights.sources.safetensors_source import SafetensorsSource
 
     return SafetensorsSource(path)

@@ -19,7 +19,7 @@ from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.integrations.vllm.sink import try_out
 from weightsync.receiver import WeightReceiver
-from weightsync.weights.experts import ExpertLayout
+from weightsync.weights.sources.experts import ExpertLayout
 
 FINAL = 99
 """The seed of the weights that the cold engine has, and that each update ends with."""

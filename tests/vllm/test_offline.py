@@ -23,7 +23,7 @@ from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.server import VllmWorkerTransport
 from weightsync.receiver import WeightReceiver
 from weightsync.tensors import as_bytes
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 from weightsync.wire import codec
 from weightsync.wire.messages import CheckReply, CheckRequest, StatusRequest
 

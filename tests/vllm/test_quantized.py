@@ -17,7 +17,7 @@ from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.sink import try_out
 from weightsync.receiver import WeightReceiver
-from weightsync.weights.safetensors_source import SafetensorsSource
+from weightsync.weights.sources.safetensors_source import SafetensorsSource
 
 pytestmark = pytest.mark.timeout(400)
 

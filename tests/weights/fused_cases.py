@@ -9,17 +9,25 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.checksums import WORD
-from weightsync.weights.copy_plan import (
+from weightsync.weights.copying.checksums import WORD
+from weightsync.weights.copying.copy_plan import (
     CompiledUnit,
     DeviceCopyUnit,
     Memory,
     UnitCompiler,
     joined,
 )
-from weightsync.weights.fingerprint import mix64, mixed_rows
-from weightsync.weights.fused import Batch, FusedUnit, Kernel, Tiles, chunk_batches, fuse, hashers
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.fingerprint import mix64, mixed_rows
+from weightsync.weights.copying.fused import (
+    Batch,
+    FusedUnit,
+    Kernel,
+    Tiles,
+    chunk_batches,
+    fuse,
+    hashers,
+)
+from weightsync.weights.copying.layout import StreamLayout
 
 GUARD = 32
 """Bytes around every tensor, which must not change."""

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from weightsync.specs import DTYPE_NBYTES, Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import ALIGNMENT, StreamLayout
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3) | st.lists(st.integers(1, 900), max_size=1)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.weights.streams import manifests, sizes
 from weightsync.errors import ConfigError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned, units_per_chunk
+from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout, aligned, units_per_chunk
 
 BUCKETS = st.none() | sizes(20)
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.tensors import as_bytes
-from weightsync.weights import fingerprint
-from weightsync.weights.checksums import DISAGREE, compose, compose_all, to_hex
-from weightsync.weights.fingerprint import mix64, part_of
-from weightsync.weights.shards import Slice, Span
+from weightsync.weights.copying import fingerprint
+from weightsync.weights.copying.checksums import DISAGREE, compose, compose_all, to_hex
+from weightsync.weights.copying.fingerprint import mix64, part_of
+from weightsync.weights.copying.shards import Slice, Span
 from weightsync.wire.messages import CheckReply, TensorPart
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]

@@ -18,9 +18,9 @@ from tests.weights.streams import (
 )
 from weightsync.specs import Manifest
 from weightsync.tensors import as_bytes
-from weightsync.weights.copy_plan import HostCopyUnit, Memory, UnitCompiler, joined
-from weightsync.weights.fingerprint import mix64, xxh3
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.copy_plan import HostCopyUnit, Memory, UnitCompiler, joined
+from weightsync.weights.copying.fingerprint import mix64, xxh3
+from weightsync.weights.copying.layout import StreamLayout
 
 
 def place(plan: StreamLayout, *, flat: bool, seed: int | None) -> Memory:

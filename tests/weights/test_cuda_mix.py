@@ -21,11 +21,11 @@ from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
 from tests.weights import triton_process
 from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights import fused
-from weightsync.weights.checksums import WORD
-from weightsync.weights.copy_plan import DeviceCopyUnit
-from weightsync.weights.fingerprint import mix64
-from weightsync.weights.fused import (
+from weightsync.weights.copying import fused
+from weightsync.weights.copying.checksums import WORD
+from weightsync.weights.copying.copy_plan import DeviceCopyUnit
+from weightsync.weights.copying.fingerprint import mix64
+from weightsync.weights.copying.fused import (
     TILE_WORDS,
     Batch,
     PairCopies,
@@ -34,7 +34,7 @@ from weightsync.weights.fused import (
     hashers,
     kernel_of,
 )
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.layout import StreamLayout
 
 WAIT_S = 100.0
 TILE_NBYTES = TILE_WORDS * WORD

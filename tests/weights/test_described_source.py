@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import weightsync as ws
 from tests.crew import Crew, crew
-from weightsync.weights.source import DescribedSource, as_source
+from weightsync.weights.sources.base import DescribedSource, as_source
 
 
 @dataclass(frozen=True)

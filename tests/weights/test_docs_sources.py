@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import weightsync as ws
 from tests.crew import crew
-from weightsync.weights.source import as_source
+from weightsync.weights.sources.base import as_source
 
 Tensors = dict[str, torch.Tensor]
 ADAPTERS = "A model with adapters"

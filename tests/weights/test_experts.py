@@ -15,7 +15,7 @@ from torch import nn
 import weightsync as ws
 from weightsync.cli.checkpoint import explain
 from weightsync.errors import ConfigError, ManifestMismatchError
-from weightsync.weights.experts import ExpertLayout
+from weightsync.weights.sources.experts import ExpertLayout
 
 Tensors = dict[str, torch.Tensor]
 COMMON: dict[str, Any] = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.tensors import as_bytes
-from weightsync.weights.fingerprint import (
+from weightsync.weights.copying.fingerprint import (
     _BLOCK_WORDS,
     mix64,
     table_digest,

@@ -9,8 +9,8 @@ import torch
 
 from tests.protocol import plants
 from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
-from weightsync.weights.copy_plan import host_view
-from weightsync.weights.fingerprint import mix64, table_digest, xxh3, xxh3_parts
+from weightsync.weights.copying.copy_plan import host_view
+from weightsync.weights.copying.fingerprint import mix64, table_digest, xxh3, xxh3_parts
 
 Fingerprint = Callable[[torch.Tensor], int]
 

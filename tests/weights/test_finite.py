@@ -12,7 +12,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.crew import crew
-from weightsync.weights.finite import not_finite
+from weightsync.weights.sources.finite import not_finite
 
 NAN, INF = float("nan"), float("inf")
 ONLY_NAN = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")

@@ -12,7 +12,7 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import weightsync as ws
-from weightsync.weights.source import as_source
+from weightsync.weights.sources.base import as_source
 
 pytestmark = [
     pytest.mark.usefixtures("shm_clean"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.source import groups_of, layer_of
+from weightsync.weights.sources.base import groups_of, layer_of
 
 
 def manifest(*names: str) -> Manifest:

@@ -13,12 +13,12 @@ import torch
 
 from weightsync.specs import Manifest
 from weightsync.tensors import as_bytes, contiguous_bytes, spec_of
-from weightsync.weights import lines
-from weightsync.weights.checksums import settled
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.fingerprint import mix64
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import (
+from weightsync.weights.copying.checksums import settled
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.fingerprint import mix64
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.lines import memory as lines
+from weightsync.weights.lines.memory import (
     LINE,
     LineBuffer,
     LineMemory,

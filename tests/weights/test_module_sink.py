@@ -14,11 +14,11 @@ from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes, spec_of
 from weightsync.update.incoming import LoadTargets
-from weightsync.weights import arena
-from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sink import LoadTarget
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.fingerprint import mix64, to_hex
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import LoadTarget
+from weightsync.weights.sinks.module_sink import ModuleSink
 
 Way = Literal["pointer", "copy", "in_place"]
 every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])

@@ -11,9 +11,9 @@ from hypothesis import given
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.packer import Packed, Packer
+from weightsync.weights.copying.fingerprint import xxh3
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sources.packer import Packed, Packer
 
 BUCKETS = 3
 DIRT = 0xAB

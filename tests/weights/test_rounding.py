@@ -14,7 +14,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.errors import ManifestMismatchError
-from weightsync.weights.source import as_source
+from weightsync.weights.sources.base import as_source
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

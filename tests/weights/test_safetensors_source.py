@@ -17,7 +17,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.specs import Manifest
-from weightsync.weights.safetensors_source import SafetensorsSource
+from weightsync.weights.sources.safetensors_source import SafetensorsSource
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -215,7 +215,7 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path, {f"t{i}": torch.ones(16 << 18) for i in range(16)})
     script = (
         "import resource, sys, torch\n"
-        "from weightsync.weights.safetensors_source import SafetensorsSource\n"
+        "from weightsync.weights.sources.safetensors_source import SafetensorsSource\n"
         "anonymous = lambda: int(next(line.split()[1] for line in open('/proc/self/status')"
         " if line.startswith('RssAnon')))\n"
         "before = anonymous()\n"

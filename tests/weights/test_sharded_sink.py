@@ -27,18 +27,18 @@ from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes
-from weightsync.weights.copy_plan import (
+from weightsync.weights.copying.copy_plan import (
     CopyPlan,
     DeviceCopyUnit,
     HostCopyUnit,
     Memory,
     UnitCompiler,
 )
-from weightsync.weights.fingerprint import mix64, to_hex, xxh3
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.module_sink import ModuleSink, ShardedModuleSink
-from weightsync.weights.shards import local_of
-from weightsync.weights.sink import Apply, LoadTarget
+from weightsync.weights.copying.fingerprint import mix64, to_hex, xxh3
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.shards import local_of
+from weightsync.weights.sinks.base import Apply, LoadTarget
+from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest
 from weightsync.wire.offers import SegmentHandle
 

@@ -17,8 +17,8 @@ from tests.crew import Crew, crew
 from tests.weights import trainer_models
 from tests.weights.trainer_models import MODELS, fsdp, is_unsharded, plain
 from weightsync.errors import ManifestMismatchError
-from weightsync.weights import shards
-from weightsync.weights.source import (
+from weightsync.weights.copying import shards
+from weightsync.weights.sources.base import (
     ModuleSource,
     WeightSource,
     as_source,

@@ -16,7 +16,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.weights.meshes import member, shard
 from weightsync.errors import ConfigError
-from weightsync.weights.shards import Block, Slice, Slicer, holds_shards, is_sharded, local_of
+from weightsync.weights.copying.shards import (
+    Block,
+    Slice,
+    Slicer,
+    holds_shards,
+    is_sharded,
+    local_of,
+)
 
 MESHES = [(2,), (3,), (2, 2), (2, 3)]
 

@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
-from weightsync.weights.source import (
+from weightsync.weights.sinks.module_sink import ModuleTensors, strip_wrappers
+from weightsync.weights.sources.base import (
     IterableSource,
     ModuleSource,
     StateDictSource,

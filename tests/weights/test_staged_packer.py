@@ -18,9 +18,9 @@ from tests.weights.streams import every_dtype, manifests, random_tensors, sizes,
 from weightsync.cuda.staging import StagedBuckets
 from weightsync.errors import ManifestMismatchError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.packer import Packed, StagedPacker
+from weightsync.weights.copying.fingerprint import xxh3
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sources.packer import Packed, StagedPacker
 
 DIRT = 0xAB
 CPU = torch.device("cpu")

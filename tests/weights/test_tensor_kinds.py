@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import weightsync as ws
 from tests.weights.meshes import member
-from weightsync.weights.source import as_source
+from weightsync.weights.sources.base import as_source
 from weightsync.weights.tensor_kinds import overlaps, state_beside
 
 pytestmark = [

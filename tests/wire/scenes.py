@@ -15,7 +15,7 @@ from tests.soak.malformed import whole_update
 from weightsync.shm.segment import Segment
 from weightsync.tensors import contiguous_bytes
 from weightsync.testing import TinyModel
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 from weightsync.wire import problem
 
 Handle = Callable[[Mapping[str, Any]], dict[str, Any]]

@@ -27,10 +27,10 @@ from weightsync.errors import (
 )
 from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes
-from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory, UnitCompiler
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.sink import HOOK_ADVICE, LoadTarget, Verification, users_code
-from weightsync.weights.source import WeightSource
+from weightsync.weights.copying.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory, UnitCompiler
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import HOOK_ADVICE, LoadTarget, Verification, users_code
+from weightsync.weights.sources.base import WeightSource
 from weightsync.wire.codec import decode_payload
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo
@@ -185,8 +185,8 @@ class Received:
 
     `tied` maps the names of tensors that the sink ties to another one to their fingerprints.
     `lines_total` is the sum of all lines of what arrived, where the memory cannot be added up later
-    because it holds shards, and a delta may follow; see weightsync.weights.lines. Without it such a
-    receiver takes no delta of these weights.
+    because it holds shards, and a delta may follow; see weightsync.weights.lines.memory. Without it
+    such a receiver takes no delta of these weights.
     """
 
     manifest: Manifest

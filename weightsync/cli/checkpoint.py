@@ -10,7 +10,7 @@ from typing import get_args
 from weightsync.cli.dtypes import Dtype
 from weightsync.errors import ManifestMismatchError, convert_experts, shorten
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.safetensors_source import SafetensorsSource
+from weightsync.weights.sources.safetensors_source import SafetensorsSource
 
 _DTYPES_DIFFER = re.compile(r"offered (?P<offered>\w+)(?P<shape>\[.*?\]), wanted (?P<wanted>\w+)\[")
 

@@ -23,7 +23,7 @@ from weightsync.serve.model import LoadedModel, end_token_ids, load_model
 from weightsync.serve.requests import Completion, GenerateRequest, decode_response
 from weightsync.transports.http import HttpTransport
 from weightsync.transports.tokens import TOKEN_VARIABLE
-from weightsync.weights.module_sink import ModuleSink
+from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 MAX_GRAD_NORM = 1.0

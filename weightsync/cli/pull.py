@@ -25,8 +25,8 @@ from weightsync.cli.output import ending, print_json
 from weightsync.cli.terminal import text_console
 from weightsync.errors import ConfigError
 from weightsync.receiver import WeightReceiver, fetch
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.sink import Apply, HookSink, LoadTarget, NamedTensor
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import Apply, HookSink, LoadTarget, NamedTensor
 
 
 def pull(

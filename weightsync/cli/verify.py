@@ -28,8 +28,8 @@ from weightsync.integrations.servers import Engine, find_engine, read_target
 from weightsync.tensors import TORCH_DTYPES, as_bytes, dtype_name, sent_dtype
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport
-from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.safetensors_source import SafetensorsSource
+from weightsync.weights.copying.fingerprint import mix64, to_hex
+from weightsync.weights.sources.safetensors_source import SafetensorsSource
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 SHOWN_NAMES = 20

@@ -12,9 +12,9 @@ from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.specs import Manifest
 from weightsync.tensors import sent_dtype, spec_of
-from weightsync.weights.module_sink import ModuleTensors, strip_wrappers
-from weightsync.weights.shards import gather
-from weightsync.weights.source import rounded_by
+from weightsync.weights.copying.shards import gather
+from weightsync.weights.sinks.module_sink import ModuleTensors, strip_wrappers
+from weightsync.weights.sources.base import rounded_by
 from weightsync.weights.tensor_kinds import check_sendable, states_beside, warn_of_state
 
 try:

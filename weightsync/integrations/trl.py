@@ -30,8 +30,8 @@ from weightsync.sender import WeightSender
 from weightsync.transports.factory import Targets
 from weightsync.update.coordinator import OnFailure
 from weightsync.update.deltas import DeltaChoice
-from weightsync.weights.finite import CheckFinite
-from weightsync.weights.module_sink import Rename
+from weightsync.weights.sinks.module_sink import Rename
+from weightsync.weights.sources.finite import CheckFinite
 
 try:
     from transformers import (

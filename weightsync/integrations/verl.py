@@ -43,7 +43,7 @@ from weightsync.specs import Manifest
 from weightsync.transports.http import HttpTransport
 from weightsync.update.coordinator import OnFailure
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.sink import HookSink, LoadWeights
+from weightsync.weights.sinks.base import HookSink, LoadWeights
 from weightsync.wire.messages import OpenUpdate
 
 try:

@@ -32,7 +32,7 @@ from weightsync.ranks.commands import (
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest
-from weightsync.weights.source import NamedTensors
+from weightsync.weights.sources.base import NamedTensors
 from weightsync.wire.problem import from_problem, to_problem
 
 

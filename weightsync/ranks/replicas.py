@@ -14,9 +14,9 @@ import torch
 from weightsync.errors import shorten
 from weightsync.ranks.comm import RankComm, name_ranks
 from weightsync.tensors import contiguous_bytes, tensor_data
-from weightsync.weights.checksums import settled
-from weightsync.weights.fingerprint import mixed_total, xxh3
-from weightsync.weights.shards import local_of, slice_key
+from weightsync.weights.copying.checksums import settled
+from weightsync.weights.copying.fingerprint import mixed_total, xxh3
+from weightsync.weights.copying.shards import local_of, slice_key
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,10 @@ from weightsync.ranks.comm import (
 from weightsync.ranks.replicas import ReplicaCheck
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
-from weightsync.weights.delta import ChangeLog
-from weightsync.weights.fingerprint import mix64
-from weightsync.weights.finite import CheckFinite, not_finite
-from weightsync.weights.packer import check_number, check_whole
-from weightsync.weights.shards import gather, gathered_device
-from weightsync.weights.source import (
+from weightsync.weights.copying.fingerprint import mix64
+from weightsync.weights.copying.shards import gather, gathered_device
+from weightsync.weights.deltas.change_log import ChangeLog
+from weightsync.weights.sources.base import (
     DescribedSource,
     IterableSource,
     ModuleSource,
@@ -35,8 +33,10 @@ from weightsync.weights.source import (
     checked,
     groups_of,
 )
+from weightsync.weights.sources.finite import CheckFinite, not_finite
+from weightsync.weights.sources.packer import check_number, check_whole
+from weightsync.weights.sources.wrapping import converted, forget_changes, innermost
 from weightsync.weights.tensor_kinds import check_sendable
-from weightsync.weights.wrapping import converted, forget_changes, innermost
 
 Pair = tuple[str, torch.Tensor]
 

@@ -65,19 +65,19 @@ from weightsync.ranks.sources import (
 )
 from weightsync.ranks.stop import StopSignal
 from weightsync.shm.wait import Heartbeat
-from weightsync.weights.delta import ChangeLog, DeltaSource, pairs_of
-from weightsync.weights.finite import CheckFinite
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.shards import gather
-from weightsync.weights.source import (
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.shards import gather
+from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, pairs_of
+from weightsync.weights.sources.base import (
     DescribedSource,
     NamedTensors,
     Snapshot,
     WeightSource,
     checked_pairs,
 )
+from weightsync.weights.sources.finite import CheckFinite
+from weightsync.weights.sources.wrapping import innermost
 from weightsync.weights.tensor_kinds import check_readable
-from weightsync.weights.wrapping import innermost
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 

@@ -37,7 +37,7 @@ from weightsync.serve.model_files import (
     vision_tokenizer,
 )
 from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
-from weightsync.weights.shards import local_of
+from weightsync.weights.copying.shards import local_of
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from weightsync.server.router import weight_router
 from weightsync.transports.calls import CallThreads
 from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State, new_update_id
-from weightsync.weights.checksums import compose_all
+from weightsync.weights.copying.checksums import compose_all
 from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,

@@ -43,9 +43,9 @@ from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.testing.held import Held
 from weightsync.transports.base import BaseTransport
 from weightsync.update.lifecycle import ApplyChoice
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.module_sink import ModuleSink
-from weightsync.weights.sink import Apply, LoadTarget
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import Apply, LoadTarget
+from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
 from weightsync.wire.problem import Problem, from_problem, to_problem

@@ -12,9 +12,9 @@ from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
 from weightsync.specs import Manifest
 from weightsync.update.fleet import Member
-from weightsync.weights.delta_coding import zstd
-from weightsync.weights.layout import aligned
-from weightsync.weights.lines import LINE, MAX_LINES, kernels
+from weightsync.weights.copying.layout import aligned
+from weightsync.weights.deltas.coding import zstd
+from weightsync.weights.lines.memory import LINE, MAX_LINES, kernels
 from weightsync.wire.messages import StartTerms
 
 DeltaChoice = Literal["auto", "off", "always"]

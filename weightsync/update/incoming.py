@@ -26,15 +26,15 @@ from weightsync.errors import (
 from weightsync.specs import Manifest, union
 from weightsync.tensors import from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
-from weightsync.weights import arena
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.delta import DeltaTarget
-from weightsync.weights.delta_coding import zstd
-from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import LineMemory
-from weightsync.weights.sink import Apply, LoadTarget, Verification, WeightSink, write_counts
-from weightsync.weights.spot_check import Look, SpotCheck, TensorPlaces
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.fingerprint import table_digest
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.deltas.change_log import DeltaTarget
+from weightsync.weights.deltas.coding import zstd
+from weightsync.weights.lines.memory import LineMemory
+from weightsync.weights.lines.spot_check import Look, SpotCheck, TensorPlaces
+from weightsync.weights.sinks.base import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.tensor_kinds import check_agreement
 from weightsync.wire.messages import DeltaForm, StepReply
 

@@ -46,7 +46,7 @@ from weightsync.update.fleet import (
     raise_first,
 )
 from weightsync.update.paths import PathSelector
-from weightsync.weights.source import NamedTensors
+from weightsync.weights.sources.base import NamedTensors
 from weightsync.wire.messages import (
     MAX_FLEET,
     AbortRequest,

@@ -39,11 +39,11 @@ from weightsync.update.lifecycle import (
     new_update_id,
 )
 from weightsync.update.senders import FleetClaims, Senders
-from weightsync.weights.checksums import to_hex
-from weightsync.weights.delta import DeltaTarget
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import warm_up
-from weightsync.weights.sink import LoadTarget, WeightSink, check_manifest, users_code
+from weightsync.weights.copying.checksums import to_hex
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.deltas.change_log import DeltaTarget
+from weightsync.weights.lines.memory import warm_up
+from weightsync.weights.sinks.base import LoadTarget, WeightSink, check_manifest, users_code
 from weightsync.wire.messages import (
     AbortRequest,
     DeltaTerms,

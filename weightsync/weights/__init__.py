@@ -1,1 +1,1 @@
-"""Sources and sinks of weights, the layout of their stream, copy plans and fingerprints."""
+"""Weights as tensors and bytes; tests/test_layers.py says which folder may import which."""

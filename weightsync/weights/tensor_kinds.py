@@ -24,7 +24,7 @@ from weightsync.tensors import (
     contiguous_bytes,
     sent_dtype,
 )
-from weightsync.weights.shards import is_sharded, local_of
+from weightsync.weights.copying.shards import is_sharded, local_of
 
 logger = logging.getLogger(__name__)
 

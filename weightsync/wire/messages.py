@@ -136,7 +136,7 @@ HexBytes = Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*$")]
 
 
 class DeltaTerms(Message, frozen=True, kw_only=True):
-    """The tensors of a message are packets of a delta; see weightsync.weights.delta.
+    """The tensors of a message are packets of a delta; see weightsync.weights.deltas.change_log.
 
     `bases` are the weights that it can be applied to, by weights id, with the sum of all of their
     lines.

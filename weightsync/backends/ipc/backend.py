@@ -23,7 +23,7 @@ from weightsync.cuda.memory import check_probe
 from weightsync.errors import BackendUnavailableError
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.store_order import order_stores
-from weightsync.weights.source import WeightSource
+from weightsync.weights.sources.base import WeightSource
 from weightsync.wire.offers import ProbeInfo
 
 CUDA_IPC_COST, SHARED_MEMORY_COST, OTHER_GPU_COST = 0.1, 1.1, 1.2

@@ -14,9 +14,9 @@ from weightsync.cuda.memory import OpenMemory
 from weightsync.errors import HandleError, VerificationError
 from weightsync.shm.host_keys import pick
 from weightsync.specs import Manifest
-from weightsync.weights.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory
-from weightsync.weights.fingerprint import mix64, to_hex
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory
+from weightsync.weights.copying.fingerprint import mix64, to_hex
+from weightsync.weights.copying.layout import StreamLayout
 from weightsync.wire.codec import manifest_from_wire
 from weightsync.wire.messages import HandlesUpdate
 from weightsync.wire.offers import KeyedHandle, SegmentHandle

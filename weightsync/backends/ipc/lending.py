@@ -14,9 +14,9 @@ import torch
 
 from weightsync.cuda.memory import OpenMemory
 from weightsync.shm.segment import PrivateMapping
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout, aligned
-from weightsync.weights.sink import Together
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout, aligned
+from weightsync.weights.sinks.base import Together
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.segment import Segment
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.copy_plan import Memory, UnitCompiler
-from weightsync.weights.fused import hashers
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.copy_plan import Memory, UnitCompiler
+from weightsync.weights.copying.fused import hashers
+from weightsync.weights.copying.layout import StreamLayout
 from weightsync.wire.offers import KeyedHandle, ProbeInfo, SegmentHandle, StorageInfo
 
 logger = logging.getLogger(__name__)

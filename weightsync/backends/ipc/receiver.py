@@ -18,8 +18,8 @@ from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.shm.host_keys import pick
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout, units_per_chunk
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout, units_per_chunk
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo

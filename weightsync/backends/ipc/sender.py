@@ -37,10 +37,10 @@ from weightsync.errors import ConfigError
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
-from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.layout import UNIT_NBYTES, StreamLayout, aligned, units_per_chunk
-from weightsync.weights.packer import Packer, StagedPacker
-from weightsync.weights.source import WeightSource, WritingSource, checked
+from weightsync.weights.copying.fingerprint import table_digest
+from weightsync.weights.copying.layout import UNIT_NBYTES, StreamLayout, aligned, units_per_chunk
+from weightsync.weights.sources.base import WeightSource, WritingSource, checked
+from weightsync.weights.sources.packer import Packer, StagedPacker
 from weightsync.wire.messages import SharedMemoryUsage
 from weightsync.wire.offers import RingInfo, SegmentHandle
 

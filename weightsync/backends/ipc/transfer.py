@@ -28,21 +28,20 @@ from weightsync.shm.ring import Control, RingReader
 from weightsync.shm.wait import SPIN_S
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, from_bytes
-from weightsync.weights import arena
-from weightsync.weights.checksums import MASK
-from weightsync.weights.copy_plan import (
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.checksums import MASK
+from weightsync.weights.copying.copy_plan import (
     CopyPlan,
     DeviceCopyUnit,
     Memory,
     Reads,
     UnitCompiler,
 )
-from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.fused import FusedUnit, bucket_reader, fuse, hashers
-from weightsync.weights.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
-from weightsync.weights.lines import LINE, LineMemory, total_of
-from weightsync.weights.packer import bucket_views
-from weightsync.weights.sink import (
+from weightsync.weights.copying.fingerprint import xxh3
+from weightsync.weights.copying.fused import FusedUnit, bucket_reader, fuse, hashers
+from weightsync.weights.copying.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
+from weightsync.weights.lines.memory import LINE, LineMemory, total_of
+from weightsync.weights.sinks.base import (
     LoadTarget,
     NamedTensor,
     Together,
@@ -53,6 +52,7 @@ from weightsync.weights.sink import (
     uses,
     write_counts,
 )
+from weightsync.weights.sources.packer import bucket_views
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate
 

@@ -16,7 +16,7 @@ from weightsync.backends.base import (
     Trial,
     WeightTransferEngine,
 )
-from weightsync.weights.source import WeightSource
+from weightsync.weights.sources.base import WeightSource
 
 if TYPE_CHECKING:
     from weightsync.backends.tcp.carrier import Carrier

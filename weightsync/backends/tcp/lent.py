@@ -9,9 +9,9 @@ import torch
 
 from weightsync.backends.tcp.window import Pieces
 from weightsync.tensors import as_bytes, is_plain
-from weightsync.weights.copy_plan import Memory, UnitCompiler
-from weightsync.weights.fused import hashers
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.copy_plan import Memory, UnitCompiler
+from weightsync.weights.copying.fused import hashers
+from weightsync.weights.copying.layout import StreamLayout
 
 
 class LentChunks:

@@ -32,7 +32,7 @@ from weightsync.backends.tcp.relay import HostRelay, RelayUpdate
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.layout import StreamLayout
+from weightsync.weights.copying.layout import StreamLayout
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
 from weightsync.wire.offers import InitInfo, RingInfo, SegmentHandle

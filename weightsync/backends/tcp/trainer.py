@@ -51,8 +51,8 @@ from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConnectError, TransferError
 from weightsync.shm.addresses import LOOPBACK, is_loopback, is_own, source_address
 from weightsync.shm.host_keys import host_key
-from weightsync.weights.fingerprint import table_digest
-from weightsync.weights.source import WeightSource
+from weightsync.weights.copying.fingerprint import table_digest
+from weightsync.weights.sources.base import WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.errors import TransferError
 from weightsync.shm.addresses import LOOPBACK
 from weightsync.shm.store_order import order_stores
-from weightsync.weights.fingerprint import mix64
+from weightsync.weights.copying.fingerprint import mix64
 
 PATIENCE_S = 10.0
 _CHUNKS, _CHUNK_NBYTES = 4, 8 << 20

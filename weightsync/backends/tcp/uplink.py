@@ -17,8 +17,8 @@ from weightsync.errors import BackendUnavailableError, TransferError, WeightSync
 from weightsync.interpreter_exit import TorchCalls, end_at_exit
 from weightsync.shm.ring import RingReader
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.source import WeightSource
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sources.base import WeightSource
 
 _WAIT_S = 0.05
 _LOOK_NBYTES = 64 << 10

@@ -21,7 +21,7 @@ import torch
 from weightsync.errors import ConfigError, TransferError, shorten
 from weightsync.shm.owner_lock import OwnerLock, try_shared, unlock_and_close
 from weightsync.specs import DTYPE_NBYTES, Manifest, TensorSpec
-from weightsync.weights.copy_plan import host_view
+from weightsync.weights.copying.copy_plan import host_view
 
 DTYPE_CODES: Mapping[str, str] = {
     "float64": "F64",

@@ -18,8 +18,8 @@ from weightsync.integrations.sglang.files import (
 )
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec
 from weightsync.tensors import as_bytes
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.sink import Apply, LoadTarget, NamedTensor, WeightSink
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import Apply, LoadTarget, NamedTensor, WeightSink
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """SGLang casts between these while it copies; a cast to another dtype would be wrong."""

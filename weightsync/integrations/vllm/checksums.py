@@ -14,7 +14,7 @@ from torch import nn
 
 from weightsync.errors import ConfigError, shorten
 from weightsync.tensors import as_bytes
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 
 _ROWS = 1024
 

@@ -35,10 +35,10 @@ from weightsync.integrations.vllm.direct_writes import DirectWrites
 from weightsync.integrations.vllm.writes import Place, TensorKey, WriteCounter, places_of
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare, union
 from weightsync.tensors import TORCH_DTYPES, from_bytes
-from weightsync.weights import arena
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.sink import (
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import (
     Apply,
     ArenaTarget,
     LoadTarget,
@@ -782,7 +782,7 @@ def _checkpoint_manifest(model_config: Any) -> Manifest | None:
     if getattr(model_config, "quantization", None):
         return None
     with suppress(ConfigError, BackendUnavailableError, OSError):
-        from weightsync.weights.safetensors_source import SafetensorsSource  # noqa: PLC0415
+        from weightsync.weights.sources.safetensors_source import SafetensorsSource  # noqa: PLC0415
 
         path = Path(model_config.model)
         if path.is_dir():

@@ -29,7 +29,7 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from weightsync.tensors import as_bytes
 from weightsync.testing.conformance import Contract
 from weightsync.testing.held import Held
-from weightsync.weights.fingerprint import mix64, to_hex
+from weightsync.weights.copying.fingerprint import mix64, to_hex
 
 START_S = 120.0
 END_S = 3.0

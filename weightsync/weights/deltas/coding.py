@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import BackendUnavailableError, ProtocolError, install_hint
-from weightsync.weights.lines import WORDS, Indices, Words, kernels
+from weightsync.weights.lines.memory import WORDS, Indices, Words, kernels
 
 VALUES = 4 * WORDS
 """Values of two bytes in a line."""

@@ -26,8 +26,8 @@ from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.module_sink import Rename, rename_with
-from weightsync.weights.wrapping import WrappingSource
+from weightsync.weights.sinks.module_sink import Rename, rename_with
+from weightsync.weights.sources.wrapping import WrappingSource
 
 ExpertLayout = Literal["qwen3_moe", "mixtral"]
 """The names of one expert's tensors: `gate_proj`, `up_proj` and `down_proj`, or Mixtral's `w1`,

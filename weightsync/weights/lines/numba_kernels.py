@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from weightsync.weights.checksums import GOLDEN, MASK, MULTIPLIERS
+from weightsync.weights.copying.checksums import GOLDEN, MASK, MULTIPLIERS
 
 U = np.uint64
 LINE = U(64)

@@ -22,10 +22,11 @@ import torch
 
 from weightsync.errors import DeltaError, ProtocolError, VerificationError
 from weightsync.specs import Manifest, TensorSpec
-from weightsync.weights import arena
-from weightsync.weights.checksums import MASK, to_hex
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.delta_coding import (
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.checksums import MASK, to_hex
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.deltas.coding import (
     SECTION_VALUES,
     VALUES,
     Section,
@@ -34,8 +35,7 @@ from weightsync.weights.delta_coding import (
     encode,
     section_nbytes,
 )
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import (
+from weightsync.weights.lines.memory import (
     LINE,
     MAX_LINES,
     WORDS,
@@ -52,8 +52,8 @@ from weightsync.weights.lines import (
     mark,
     new_marks,
 )
-from weightsync.weights.sink import LoadTarget, NamedTensor
-from weightsync.weights.source import WeightSource
+from weightsync.weights.sinks.base import LoadTarget, NamedTensor
+from weightsync.weights.sources.base import WeightSource
 from weightsync.weights.tensor_kinds import Shared
 from weightsync.wire.messages import DeltaTerms
 

@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 
 from weightsync.errors import VerificationError
-from weightsync.weights.checksums import MASK
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import LINE, Indices, LineMemory, Marks, Words, count_lines, kernels
+from weightsync.weights.copying.checksums import MASK
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.lines.memory import (
+    LINE,
+    Indices,
+    LineMemory,
+    Marks,
+    Words,
+    count_lines,
+    kernels,
+)
 
 
 class ShardLines(LineMemory):

@@ -36,22 +36,16 @@ from weightsync.tensors import (
     is_plain,
     spec_of,
 )
-from weightsync.weights import arena
-from weightsync.weights.checksums import to_hex
-from weightsync.weights.copy_plan import Memory, Share
-from weightsync.weights.fingerprint import mix64, part_of
-from weightsync.weights.frozen import (
-    check_frozen,
-    check_scripted,
-    is_freezing,
-    warn_of_freezing,
-)
-from weightsync.weights.fused import PairCopies
-from weightsync.weights.layout import StreamLayout, aligned
-from weightsync.weights.lines import LineMemory, Marks, new_marks
-from weightsync.weights.shard_lines import lines_of, takes_lines
-from weightsync.weights.shards import Slice, Slicer, is_sharded, local_of
-from weightsync.weights.sink import (
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.checksums import to_hex
+from weightsync.weights.copying.copy_plan import Memory, Share
+from weightsync.weights.copying.fingerprint import mix64, part_of
+from weightsync.weights.copying.fused import PairCopies
+from weightsync.weights.copying.layout import StreamLayout, aligned
+from weightsync.weights.copying.shards import Slice, Slicer, is_sharded, local_of
+from weightsync.weights.lines.memory import LineMemory, Marks, new_marks
+from weightsync.weights.lines.shard_lines import lines_of, takes_lines
+from weightsync.weights.sinks.base import (
     Apply,
     ArenaTarget,
     LoadTarget,
@@ -60,6 +54,12 @@ from weightsync.weights.sink import (
     check_manifest,
     uses,
     write_counts,
+)
+from weightsync.weights.sinks.frozen import (
+    check_frozen,
+    check_scripted,
+    is_freezing,
+    warn_of_freezing,
 )
 from weightsync.weights.tensor_kinds import (
     Shared,

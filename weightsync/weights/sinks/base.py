@@ -37,12 +37,12 @@ from weightsync.report import Apply as Apply  # noqa: PLC0414  # its users impor
 from weightsync.report import Verification as Verification  # noqa: PLC0414  # as Apply
 from weightsync.specs import Manifest, ManifestDifference, compare, find_widened, rounds
 from weightsync.tensors import from_bytes
-from weightsync.weights import arena
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned, layer_of
-from weightsync.weights.lines import LineMemory, Marks, touched
-from weightsync.weights.patches import Patches, RecordingLines, SparseWeightPatch
-from weightsync.weights.shard_lines import lines_of
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout, aligned, layer_of
+from weightsync.weights.lines.memory import LineMemory, Marks, touched
+from weightsync.weights.lines.patches import Patches, RecordingLines, SparseWeightPatch
+from weightsync.weights.lines.shard_lines import lines_of
 from weightsync.weights.tensor_kinds import Shared
 from weightsync.wire.messages import TensorPart
 

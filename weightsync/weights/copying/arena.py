@@ -11,7 +11,7 @@ import torch
 
 from weightsync.errors import TransferError
 from weightsync.shm.segment import ask_for_huge_pages, populate
-from weightsync.weights.layout import ALIGNMENT
+from weightsync.weights.copying.layout import ALIGNMENT
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")

@@ -25,10 +25,10 @@ import torch
 
 from weightsync.specs import TensorSpec
 from weightsync.tensors import PLAIN_CLASSES, TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
-from weightsync.weights.checksums import MASK
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.fingerprint import mixed_words
-from weightsync.weights.layout import ALIGNMENT, StreamLayout, aligned
+from weightsync.weights.copying.checksums import MASK
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.fingerprint import mixed_words
+from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _EMPTY_ROWS = torch.zeros((0, 8 * LINE), dtype=torch.uint8)
 def kernels() -> ModuleType | None:
     """Return the compiled loops, None where numba is not installed."""
     try:
-        from weightsync.weights import line_kernels  # noqa: PLC0415  # the extra `delta`
+        from weightsync.weights.lines import numba_kernels as line_kernels  # noqa: PLC0415  # the extra `delta`
     except ImportError:
         return None
     except Exception as exc:  # noqa: BLE001  # a compiler fails in many ways
@@ -165,7 +165,7 @@ def touched(layout: StreamLayout, marks: Marks) -> list[int]:
 def _kernels_of(device: torch.device) -> ModuleType | None:
     """Return the Triton kernels, None where they do not sum lines as torch does."""
     try:
-        from weightsync.weights import kernels as found  # noqa: PLC0415  # imports triton
+        from weightsync.weights.copying import triton_kernels as found  # noqa: PLC0415  # imports triton
 
         words = torch.arange(8 * 300, device=device)
         mixed = mixed_words(words, torch.arange(57, 57 + words.numel(), device=device))

@@ -18,10 +18,10 @@ import torch
 
 from weightsync.cuda.staging import CopyWork, CudaCopyStream
 from weightsync.tensors import as_bytes, as_integers
-from weightsync.weights.checksums import MASK, WORD, settled
-from weightsync.weights.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
-from weightsync.weights.fingerprint import mix64
-from weightsync.weights.layout import Chunk, StreamLayout
+from weightsync.weights.copying.checksums import MASK, WORD, settled
+from weightsync.weights.copying.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
+from weightsync.weights.copying.fingerprint import mix64
+from weightsync.weights.copying.layout import Chunk, StreamLayout
 
 logger = logging.getLogger(__name__)
 
@@ -413,7 +413,7 @@ def _proved(device: torch.device) -> Kernel | None:
     Tried once for each device of a process; a failure is one warning.
     """
     try:
-        kernel: Kernel = cast(Any, import_module("weightsync.weights.kernels"))
+        kernel: Kernel = cast(Any, import_module("weightsync.weights.copying.triton_kernels"))
         source = torch.arange(_TRIAL_NBYTES, device=device).to(torch.uint8)
         target = torch.zeros_like(source)
         batch = Batch([DeviceCopyUnit((target,), (source,), ())], kernel)

@@ -20,7 +20,7 @@ from weightsync.cuda.staging import CopyWork, StagedBuckets
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, from_bytes, is_plain
-from weightsync.weights.copy_plan import (
+from weightsync.weights.copying.copy_plan import (
     AddressMap,
     HostCopies,
     Memory,
@@ -28,10 +28,10 @@ from weightsync.weights.copy_plan import (
     host_view,
     zero,
 )
-from weightsync.weights.fingerprint import xxh3
-from weightsync.weights.fused import Batch, bucket_reader, chunk_batches
-from weightsync.weights.layout import Chunk, StreamLayout, TensorSlice, aligned
-from weightsync.weights.source import NamedTensors
+from weightsync.weights.copying.fingerprint import xxh3
+from weightsync.weights.copying.fused import Batch, bucket_reader, chunk_batches
+from weightsync.weights.copying.layout import Chunk, StreamLayout, TensorSlice, aligned
+from weightsync.weights.sources.base import NamedTensors
 from weightsync.weights.tensor_kinds import check_sendable, no_memory
 
 Acquire = Callable[[int], int]

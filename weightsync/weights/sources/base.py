@@ -18,10 +18,8 @@ from weightsync.errors import ConfigError, ManifestMismatchError, TransferError,
 from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
-from weightsync.weights.frozen import check_scripted
-from weightsync.weights.layout import layer_of as layer_of  # noqa: PLC0414  # with groups_of
-from weightsync.weights.module_sink import ModuleTensors, Rename, identity, rename_with
-from weightsync.weights.shards import (
+from weightsync.weights.copying.layout import layer_of as layer_of  # noqa: PLC0414  # with groups_of
+from weightsync.weights.copying.shards import (
     find_fsdp,
     gather,
     gather_groups,
@@ -29,6 +27,8 @@ from weightsync.weights.shards import (
     is_sharded,
     local_of,
 )
+from weightsync.weights.sinks.frozen import check_scripted
+from weightsync.weights.sinks.module_sink import ModuleTensors, Rename, identity, rename_with
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,

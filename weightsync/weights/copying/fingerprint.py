@@ -18,8 +18,8 @@ import torch
 import xxhash
 
 from weightsync.errors import ConfigError
-from weightsync.weights.checksums import GOLDEN, MASK, MULTIPLIERS, WORD, settled, to_hex
-from weightsync.weights.shards import Block, Slice
+from weightsync.weights.copying.checksums import GOLDEN, MASK, MULTIPLIERS, WORD, settled, to_hex
+from weightsync.weights.copying.shards import Block, Slice
 from weightsync.wire.messages import TensorPart
 
 __all__ = [

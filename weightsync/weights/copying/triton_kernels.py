@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.weights.fused import FIELDS, TILE_WORDS, Tiles
+from weightsync.weights.copying.fused import FIELDS, TILE_WORDS, Tiles
 
 BLOCK_WORDS = 2048
 """Words that one program reads at a time: 16 KiB."""

@@ -17,9 +17,9 @@ import torch
 from weightsync.errors import TransferError
 from weightsync.specs import DTYPE_NBYTES
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.layout import StreamLayout
-from weightsync.weights.lines import LINE, Indices, LineMemory, Words, kernels
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.lines.memory import LINE, Indices, LineMemory, Words, kernels
 
 _LOWEST_BITS = {
     1: 0xFFFF_FFFF_FFFF_FFFF,

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from weightsync.tensors import contiguous_bytes
-from weightsync.weights.checksums import GOLDEN, MULTIPLIERS
-from weightsync.weights.copy_plan import Memory
-from weightsync.weights.lines import LINE, WORDS, Words, kernels
+from weightsync.weights.copying.checksums import GOLDEN, MULTIPLIERS
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.lines.memory import LINE, WORDS, Words, kernels
 
 _MIXED = np.uint64(GOLDEN)
 _KEYS = np.array([pow(MULTIPLIERS[0], i, 1 << 64) for i in range(1, WORDS + 1)], np.uint64)

@@ -15,9 +15,9 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from weightsync.weights.fingerprint import mix64, xxh3, xxh3_parts
-from weightsync.weights.layout import ALIGNMENT, CopyUnit, StreamLayout, TensorSlice
-from weightsync.weights.shards import Block
+from weightsync.weights.copying.fingerprint import mix64, xxh3, xxh3_parts
+from weightsync.weights.copying.layout import ALIGNMENT, CopyUnit, StreamLayout, TensorSlice
+from weightsync.weights.copying.shards import Block
 
 S = TypeVar("S")
 T = TypeVar("T")

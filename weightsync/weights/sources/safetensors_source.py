@@ -28,8 +28,8 @@ from weightsync.errors import (
 )
 from weightsync.specs import Manifest, TensorSpec, rounds
 from weightsync.tensors import TORCH_DTYPES, dtype_name, from_bytes, sent_dtype
-from weightsync.weights.module_sink import Rename, rename_with
-from weightsync.weights.sink import uses
+from weightsync.weights.sinks.base import uses
+from weightsync.weights.sinks.module_sink import Rename, rename_with
 
 _DTYPES: Mapping[str, str] = {
     "F64": "float64",

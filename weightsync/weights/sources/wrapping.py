@@ -10,7 +10,7 @@ import torch
 
 from weightsync.arguments import Dtype
 from weightsync.specs import Manifest
-from weightsync.weights.source import IterableSource, WeightSource, as_source, checked
+from weightsync.weights.sources.base import IterableSource, WeightSource, as_source, checked
 
 
 class WrappingSource(ABC):

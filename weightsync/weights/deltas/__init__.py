@@ -1,0 +1,1 @@
+"""What changed since a version: the log of it, and the stream that carries it."""

@@ -1,0 +1,1 @@
+"""Where weights come from on the trainer, and how they are packed."""
