@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from weightsync.backends.base import Backend, TransferOptions, check_contract, expect, naming
-from weightsync.errors import BackendUnavailableError, ConfigError
+from weightsync.errors import INSTALL_PLACE, BackendUnavailableError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +196,14 @@ def check_name(name: object, what: str) -> None:
 
 @cache
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """The entry points by name; those of weightsync itself need no installation."""
-    own = [
-        importlib.metadata.EntryPoint(name, f"weightsync.backends.{name}.backend:{kind}", GROUP)
-        for name, kind in (("ipc", "IpcBackend"), ("tcp", "TcpBackend"))
-    ]
-    found = importlib.metadata.entry_points(group=GROUP)
-    return {entry.name: entry for entry in [*found, *own]}
+    """The entry points by name, those of weightsync among them.
+
+    Raises BackendUnavailableError where weightsync itself is not installed.
+    """
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    if "ipc" not in found:
+        raise BackendUnavailableError(
+            "weightsync is imported from a folder in which it is not installed, and its backends "
+            f"are entry points of an installation: pip install . {INSTALL_PLACE}".rstrip()
+        )
+    return found
