@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,12 +55,7 @@ LAYERS = (
     layer("observe"),
     layer("ranks"),
     layer("update"),
-    layer(
-        "sender",
-        "receiver",
-        "compat",
-        mutual=True,
-    ),
+    layer("sender", "receiver", mutual=True),
     layer(""),
     layer("server", "ray"),
     layer("serve", "integrations"),
@@ -108,9 +104,19 @@ def imported_by_name(node: ast.Call) -> str | None:
     return None
 
 
+def is_type_check(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
 def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yield line and full name of every import, inside functions and type checks too."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield line and full name of every import, inside functions and type checks too.
+
+    The top's own type checks are left out: it offers names of the layers above it, lazily.
+    """
+    tree = ast.parse(source)
+    if module == PACKAGE:
+        tree.body = [node for node in tree.body if not is_type_check(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -213,6 +219,19 @@ def test_an_import_from_a_later_room_is_found() -> None:
     assert rooms_above(source, "weightsync.weights.sources.base") == []
 
 
+@pytest.mark.parametrize("folder", ["ranks", "update"])
+def test_no_backend_is_known_by_name(folder: str) -> None:
+    named = re.compile(rf"{PACKAGE}\.backends\.(?!base$|registry$)")
+    found = [
+        f"{module_name(path)}:{line} imports {target}"
+        for path in FILES
+        if path.is_relative_to(ROOT / folder)
+        for line, target in imports(path.read_text(), module_name(path), is_package=False)
+        if named.match(target)
+    ]
+    assert found == []
+
+
 def test_modules_of_one_layer_form_no_cycle() -> None:
     mutual = {unit for row in LAYERS if row.mutual for unit in row.units}
     sources = {module_name(path): path.read_text() for path in FILES}
@@ -277,6 +296,7 @@ def test_a_module_of_no_layer_is_refused() -> None:
         ("weightsync.server.router", "import fastapi\nimport weightsync as ws"),
         ("weightsync.cli.demo", "from weightsync.serve.model import load"),
         ("weightsync", "from weightsync.receiver import WeightReceiver"),
+        ("weightsync", "if TYPE_CHECKING:\n    from weightsync.integrations import trl"),
         ("weightsync", "def __getattr__(n):\n    return import_module('weightsync.server')"),
     ],
 )
@@ -292,9 +312,9 @@ def test_relative_imports_of_a_package_start_inside_it() -> None:
 
 def test_a_planted_cycle_is_caught() -> None:
     ring = {
-        "weightsync.sender": "from weightsync.compat import Args",
-        "weightsync.compat": "from weightsync.observe import watching",
+        "weightsync.sender": "from weightsync.receiver import WeightReceiver",
+        "weightsync.receiver": "from weightsync.observe import watching",
         "weightsync.observe": "def f():\n    from weightsync import sender",
     }
-    assert set(cycle(ring)) == {"sender", "compat", "observe"}
+    assert set(cycle(ring)) == {"sender", "receiver", "observe"}
     assert cycle({**ring, "weightsync.observe": "import weightsync.report"}) == []

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
         WeightTransferEngine,
     )
     from weightsync.backends.registry import register_backend
-    from weightsync.compat import (
+    from weightsync.integrations.vllm.ipc_engine import (
         IPCTrainerSendWeightsArgs,
         IPCWeightTransferEngine,
         IPCWeightTransferInitInfo,
@@ -135,7 +135,7 @@ __all__ = [
 _MODULES = {
     "backends.base": ("Backend", "TrainerWeightTransferEngine", "WeightTransferEngine"),
     "backends.registry": ("register_backend",),
-    "compat": (
+    "integrations.vllm.ipc_engine": (
         "IPCTrainerSendWeightsArgs",
         "IPCWeightTransferEngine",
         "IPCWeightTransferInitInfo",

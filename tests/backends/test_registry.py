@@ -28,5 +28,5 @@ def test_all_of_weightsync_are_entry_points() -> None:
 def test_a_folder_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     to: Any = ws.WeightReceiver
-    with pytest.raises(ws.BackendUnavailableError, match=r"not installed.*pip install \."):
+    with pytest.raises(ws.BackendUnavailableError, match="not installed, and its backends"):
         ws.connect(nn.Linear(2, 2), to=to(nn.Linear(2, 2)).handle)

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.compat import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
+from weightsync.integrations.vllm.ipc_engine import (
+    IPCTrainerSendWeightsArgs,
+    IPCWeightTransferEngine,
+)
 from weightsync.wire.messages import UpdateRequest
 
 pytestmark = pytest.mark.gpu

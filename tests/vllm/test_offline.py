@@ -17,9 +17,9 @@ import weightsync as ws
 from tests.vllm.offline import assert_computes, engine_of, generated, offline_llm
 from tests.vllm.test_migrating import block
 from tests.vllm.tiny import change, expected, largest_difference, make_model
-from weightsync.compat import IPCWeightTransferEngine
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, WeightSyncError
 from weightsync.integrations.vllm.actors import vllm_targets
+from weightsync.integrations.vllm.ipc_engine import IPCWeightTransferEngine
 from weightsync.integrations.vllm.server import VllmWorkerTransport
 from weightsync.receiver import WeightReceiver
 from weightsync.tensors import as_bytes

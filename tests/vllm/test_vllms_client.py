@@ -14,7 +14,7 @@ import uvicorn
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 import weightsync as ws
-from weightsync.compat import IPCWeightTransferEngine
+from weightsync.integrations.vllm.ipc_engine import IPCWeightTransferEngine
 from weightsync.server.router import weight_router
 
 

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from weightsync.backends.base import Backend, TransferOptions, check_contract, expect, naming
-from weightsync.errors import INSTALL_PLACE, BackendUnavailableError, ConfigError
+from weightsync.errors import BackendUnavailableError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     if "ipc" not in found:
         raise BackendUnavailableError(
-            "weightsync is imported from a folder in which it is not installed, and its backends "
-            f"are entry points of an installation: pip install . {INSTALL_PLACE}".rstrip()
+            "weightsync is imported from a folder and not installed, and its backends are entry "
+            "points of an installation; install it with pip"
         )
     return found

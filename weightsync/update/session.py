@@ -15,7 +15,6 @@ from functools import partial
 from msgspec import structs
 
 from weightsync.backends.base import LoadContext, Received
-from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda.wait import wait_for
 from weightsync.errors import (
     DeltaError,
@@ -49,6 +48,7 @@ from weightsync.wire.messages import (
     DeltaTerms,
     EmptyUpdate,
     FinishRequest,
+    HandlesUpdate,
     OpenUpdate,
     PrepareRequest,
     RegisteredUpdate,
@@ -74,6 +74,10 @@ _CLOSE_S = 10.0
 """The longest time that `close` waits for a running step, whose end closes the engines then."""
 
 
+ReceiveHandles = Callable[[HandlesUpdate, list[str], LoadContext], Received]
+"""Loads the tensors of a message that carries their handles; the keys are the receiver's."""
+
+
 class ReceiverSession:
     """Owns the state of one receiver, and executes the messages of updates. Thread-safe.
 
@@ -93,6 +97,7 @@ class ReceiverSession:
         *,
         apply: ApplyChoice,
         lease_s: float,
+        receive_handles: ReceiveHandles,
         version: int = 0,
         clear_cache: Callable[[], None] | None = None,
         on_commit: OnCommit | None = None,
@@ -114,6 +119,7 @@ class ReceiverSession:
         )
         self._closed = False
         self._claims = FleetClaims(self.lifecycle, senders, lease_s)
+        self._receive_handles = receive_handles
         self._clear_cache = clear_cache
         self._on_commit = on_commit
         self._lease_s = lease_s
@@ -652,7 +658,7 @@ class ReceiverSession:
         if isinstance(info, EmptyUpdate):
             return Received(Manifest(()))
         if not isinstance(info, RegisteredUpdate):
-            return receive_handles(info, self.senders.keys, context)
+            return self._receive_handles(info, self.senders.keys, context)
         self.senders.get(info.sender)
         incoming.sender = info.sender
         offered = self.senders.manifest(info.sender)

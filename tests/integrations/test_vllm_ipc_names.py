@@ -16,8 +16,9 @@ import torch
 
 import weightsync as ws
 from tests.segments import opened_since
-from weightsync import compat, optimizer_steps
+from weightsync import optimizer_steps
 from weightsync.cuda.memory import OpenMemory
+from weightsync.integrations.vllm import ipc_engine
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import live_segments
 from weightsync.update.lifecycle import ApplyChoice
@@ -64,7 +65,7 @@ def test_what_changes_while_it_is_copied_is_not_delivered(monkeypatch: pytest.Mo
             changes.pop()()
         return mix64(flat)
 
-    monkeypatch.setattr(compat, "mix64", changed)
+    monkeypatch.setattr(ipc_engine, "mix64", changed)
     delivered: list[object] = []
     args = Args(send_mode=delivered.append)
     with pytest.raises(ws.VerificationError, match="the source changed while it was sent") as seen:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import weightsync as ws
 from tests.crew import GROUP_TIMEOUT, Crew, Died, crew
-from weightsync import compat
+from weightsync.integrations.vllm import ipc_engine
 from weightsync.shm.segment import live_segments
 from weightsync.wire.messages import UpdateRequest
 
@@ -70,7 +70,9 @@ def count(rank: int, given: dict[str, Any]) -> tuple[int, list[list[str]]]:
 
 
 def on_a_host_of_its_own(rank: int) -> AbstractContextManager[object]:
-    return mock.patch("weightsync.compat.host_key", return_value=f"HOST-{rank}")
+    return mock.patch(
+        "weightsync.integrations.vllm.ipc_engine.host_key", return_value=f"HOST-{rank}"
+    )
 
 
 def test_rank_0_alone_delivers_one_merged_message_for_all_devices(two: Crew) -> None:
@@ -261,7 +263,7 @@ def again(rank: int) -> list[int]:
             world_size=2,
             timeout=GROUP_TIMEOUT,
         )
-    return [len(delivered), len(compat._groups_of_ranks)]
+    return [len(delivered), len(ipc_engine._groups_of_ranks)]
 
 
 def test_another_process_group_gets_ranks_of_its_own(two: Crew) -> None:
