@@ -37,17 +37,10 @@ def layer(*units: str, mutual: bool = False, stdlib_only: bool = False, ban: str
 
 # The empty name is weightsync/__init__.py: it stands on L4, and L5 and above may import it.
 LAYERS = (
-    layer(
-        "errors",
-        "interpreter_exit",
-        "specs",
-        "report",
-        "tracebacks",
-        mutual=True,
-        stdlib_only=True,
-    ),
+    layer("errors", "specs", "report", mutual=True, stdlib_only=True),
+    layer("runtime"),
     layer("wire", ban="torch"),
-    layer("optimizer_steps", "processes", "profiling", "tensors"),
+    layer("profiling", "tensors"),
     layer("shm", "arguments"),
     layer("cuda"),
     layer("queues", "weights"),

@@ -17,9 +17,9 @@ from weightsync.backends.registry import known_endpoints
 from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.report import SyncReport
+from weightsync.runtime.tracebacks import concise
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
-from weightsync.tracebacks import concise
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
 from weightsync.update.fetch_client import fetch_from, fetch_from_first
 from weightsync.update.gate import OnCommit, OnHold, OnRelease

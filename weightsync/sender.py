@@ -63,11 +63,11 @@ from weightsync.ranks.replicas import CheckReplicas
 from weightsync.ranks.stop import StopSignal
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
+from weightsync.runtime.tracebacks import concise, shortened
 from weightsync.shm.segment import cleanup_stale
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.specs import Manifest
 from weightsync.tensors import dtype_name, spec_of
-from weightsync.tracebacks import concise, shortened
 from weightsync.transports.base import Transport
 from weightsync.transports.calls import exit_left_s, exiting, waited_for_by
 from weightsync.transports.factory import (

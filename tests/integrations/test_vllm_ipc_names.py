@@ -16,9 +16,9 @@ import torch
 
 import weightsync as ws
 from tests.segments import opened_since
-from weightsync import optimizer_steps
 from weightsync.cuda.memory import OpenMemory
 from weightsync.integrations.vllm import ipc_engine
+from weightsync.runtime import optimizer_steps
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import live_segments
 from weightsync.update.lifecycle import ApplyChoice

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.segments import opened_since
-from weightsync import optimizer_steps
 from weightsync.errors import ManifestMismatchError
+from weightsync.runtime import optimizer_steps
 from weightsync.shm import shared_stream
 from weightsync.shm.segment import live_segments
 from weightsync.shm.shared_stream import SharedStream

@@ -21,7 +21,7 @@ from typing import IO, Self
 
 from weightsync.cli.output import raise_exit
 from weightsync.errors import RemoteError, TransportTimeout
-from weightsync.processes import end_with
+from weightsync.runtime.processes import end_with
 
 END_TIMEOUT_S = 10.0
 QUOTED_LINES = 30

@@ -35,7 +35,7 @@ from weightsync.errors import (
     TransportError,
     TransportTimeout,
 )
-from weightsync.processes import end_with
+from weightsync.runtime.processes import end_with
 from weightsync.sender import connect
 from weightsync.transports.factory import TransportFactory
 from weightsync.transports.tokens import (

@@ -28,8 +28,8 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.interpreter_exit import TorchCalls, never_destroy
 from weightsync.ranks.watch import RankWatch, WatchOutcome
+from weightsync.runtime.interpreter_exit import TorchCalls, never_destroy
 from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, from_problem, to_problem
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from weightsync.interpreter_exit import end_at_exit
+from weightsync.runtime.interpreter_exit import end_at_exit
 
 LEAST_SILENCE_S = 5.0
 """The shortest silence that counts. A rank cannot answer while its program holds the interpreter's

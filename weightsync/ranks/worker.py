@@ -30,7 +30,6 @@ from weightsync.errors import (
     VerificationError,
     shorten,
 )
-from weightsync.interpreter_exit import TorchCalls
 from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm, compare_manifests
@@ -64,6 +63,7 @@ from weightsync.ranks.sources import (
     source_device,
 )
 from weightsync.ranks.stop import StopSignal
+from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.shards import gather

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.errors import ManifestMismatchError
-from weightsync.optimizer_steps import held_back
+from weightsync.runtime.optimizer_steps import held_back
 from weightsync.shm.segment import Segment, live_segments
 
 logger = logging.getLogger(__name__)

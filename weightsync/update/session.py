@@ -24,8 +24,8 @@ from weightsync.errors import (
     VerificationError,
     text_of,
 )
-from weightsync.interpreter_exit import TorchCalls
 from weightsync.profiling import scope
+from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnCommit, OnHold, OnRelease, ReadWriteGate
 from weightsync.update.history import FleetRecord, UpdateTable

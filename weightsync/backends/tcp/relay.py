@@ -24,7 +24,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.interpreter_exit import end_at_exit
+from weightsync.runtime.interpreter_exit import end_at_exit
 from weightsync.shm.addresses import source_address
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.wait import Heartbeat

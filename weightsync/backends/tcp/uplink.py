@@ -14,7 +14,7 @@ from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.tcp.lent import LentChunks
 from weightsync.backends.tcp.window import ChunkWindow, Read
 from weightsync.errors import BackendUnavailableError, TransferError, WeightSyncError
-from weightsync.interpreter_exit import TorchCalls, end_at_exit
+from weightsync.runtime.interpreter_exit import TorchCalls, end_at_exit
 from weightsync.shm.ring import RingReader
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.weights.copying.layout import StreamLayout

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from weightsync.processes import end_with
+from weightsync.runtime.processes import end_with
 
 Tensors = Mapping[str, torch.Tensor]
 

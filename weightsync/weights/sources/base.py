@@ -12,10 +12,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from weightsync import optimizer_steps
 from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
-from weightsync.optimizer_steps import StepWindow, storage_address, stored_at
+from weightsync.runtime import optimizer_steps
+from weightsync.runtime.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.copying.layout import layer_of as layer_of  # noqa: PLC0414  # with groups_of

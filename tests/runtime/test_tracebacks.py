@@ -132,6 +132,6 @@ def test_of_several_receivers_each_failure_is_said_once() -> None:
 
 
 def test_the_whole_traceback_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "weightsync.tracebacks"):
+    with caplog.at_level(logging.DEBUG, "weightsync.runtime.tracebacks"):
         raised(lambda: ws.connect(nn.Linear(2, 2), to="http://127.0.0.1:9"))
     assert "fleet.py" in caplog.text

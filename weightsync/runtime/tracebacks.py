@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from weightsync.errors import TransferCancelled, TransportError, WeightSyncError
-from weightsync.interpreter_exit import TorchCalls, keep_frames
+from weightsync.runtime.interpreter_exit import TorchCalls, keep_frames
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OURS = str(Path(__file__).parent) + os.sep
+_OURS = str(Path(__file__).parent.parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep  # below the standard library, in some layouts
 _drops = TorchCalls()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 RAISES = """
-from weightsync.interpreter_exit import end_at_exit
+from weightsync.runtime.interpreter_exit import end_at_exit
 
 class Member:
     def __init__(self, name):
@@ -26,7 +26,7 @@ for member in members:
 """
 NEWCOMERS = """
 import sys, threading
-from weightsync.interpreter_exit import end_at_exit
+from weightsync.runtime.interpreter_exit import end_at_exit
 
 class Member:
     ended = 0

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 import torch
 
-from weightsync import optimizer_steps
+from weightsync.runtime import optimizer_steps
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="there nothing is collected in the call")

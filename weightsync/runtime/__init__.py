@@ -1,0 +1,1 @@
+"""The process around weightsync: its exit, its parent, its optimizers, its tracebacks."""
