@@ -1,4 +1,4 @@
-"""Owners that die, fork and live in other namespaces, and what the janitor makes of them."""
+"""Owners that die, fork and live in other namespaces, and the cleanup after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares what with whom: the sender's list, the receiver's, and the census of the host."""
+"""Memory in use: the list of the sender, of the receiver, and of the whole host."""
 
 from __future__ import annotations
 
