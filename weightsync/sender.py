@@ -68,7 +68,7 @@ from weightsync.shm.segment import cleanup_stale
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.specs import Manifest
 from weightsync.tensors import dtype_name, spec_of
-from weightsync.transports.base import Transport
+from weightsync.transports.base import BaseTransport
 from weightsync.transports.calls import exit_left_s, exiting, waited_for_by
 from weightsync.transports.factory import (
     Target,
@@ -328,7 +328,7 @@ class WeightSender:
         self,
         group: RankGroup,
         coordinator: Coordinator | None,
-        make_transport: Callable[[Target], Transport] | None = None,
+        make_transport: Callable[[Target], BaseTransport] | None = None,
         *,
         verify: bool = True,
     ) -> None:

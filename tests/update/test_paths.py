@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from weightsync.backends.registry import choose_backends
 from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.errors import ConfigError
 from weightsync.ranks.commands import RankInfo
-from weightsync.transports.base import Transport
 from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member
 from weightsync.update.paths import Candidate, candidates
@@ -39,7 +38,7 @@ def card(*keys: str, no_cuda_ipc: str | None = None) -> RankInfo:
 
 def member(*keys: str) -> Member:
     facts: dict[str, Any] = {"ipc": {}, "tcp": None}
-    transport = cast(Transport, CallbackTransport(lambda _: None))
+    transport = CallbackTransport(lambda _: None)
     status = Status(
         instance="r",
         protocol=PROTOCOL,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
 from weightsync.testing.faults import Event, Fault, Faults
-from weightsync.transports.base import Transport
+from weightsync.transports.base import Transport, WrappingTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request
 
@@ -23,7 +23,7 @@ class _Late:
     wait: int
 
 
-class FaultyTransport:
+class FaultyTransport(WrappingTransport):
     """A Transport that sends messages by another transport, with the faults of `faults`.
 
     Give it to `connect(to=…)`. `on_kill` is called when a fault kills the receiver, in the thread
@@ -41,7 +41,7 @@ class FaultyTransport:
     ) -> None:
         self.faults = faults or Faults()
         self.killed = False
-        self._transport = transport
+        super().__init__(transport)
         self._on_kill = on_kill
         self._lock = threading.Lock()
         self._late: list[_Late] = []
@@ -49,25 +49,19 @@ class FaultyTransport:
         self._lost_nbytes = 0
 
     @property
-    def target(self) -> str:
-        """The receiver's name, from the other transport."""
-        return self._transport.target
-
-    @property
-    def local_address(self) -> str | None:
-        """The `local_address` of the other transport, if it has one."""
-        address: str | None = getattr(self._transport, "local_address", None)
-        return address
-
-    @property
     def sent_nbytes(self) -> int:
         """Bytes of all request bodies so far, lost ones included."""
-        return self._transport.sent_nbytes + self._lost_nbytes
+        return self._inner.sent_nbytes + self._lost_nbytes
 
     @property
     def sent_messages(self) -> int:
         """Requests sent so far, lost ones included."""
-        return self._transport.sent_messages + self._lost_messages
+        return self._inner.sent_messages + self._lost_messages
+
+    def expand(self, paths: Sequence[str]) -> Sequence[Transport]:
+        """Return transports to the workers of a server, with the same faults."""
+        reached = super().expand(paths)
+        return [FaultyTransport(each, self.faults, on_kill=self._on_kill) for each in reached]
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Send one request, with its fault if it has one; see Transport.call."""
@@ -101,14 +95,14 @@ class FaultyTransport:
     def close(self) -> None:
         """Deliver `late` messages, and close the other transport."""
         self.deliver_late()
-        self._transport.close()
+        self._inner.close()
 
     def _send(self, request: Request, fault: Fault | None, call: str, timeout_s: float) -> Reply:
         if self.killed:
             self._lose(request)
             raise ConnectError(f"{self.target}: killed; {call} did not arrive")
         if fault is None:
-            return self._transport.call(request, timeout_s=timeout_s)
+            return self._inner.call(request, timeout_s=timeout_s)
         match fault.act:
             case "drop":
                 self._lose(request)
@@ -121,10 +115,10 @@ class FaultyTransport:
             case "kill":
                 self._lose(request)
                 self._kill(call)
-        reply = self._transport.call(request, timeout_s=timeout_s)
+        reply = self._inner.call(request, timeout_s=timeout_s)
         match fault.act:
             case "repeat":
-                reply = self._transport.call(request, timeout_s=timeout_s)
+                reply = self._inner.call(request, timeout_s=timeout_s)
             case "drop_reply":
                 raise ConnectError(f"{self.target}: the answer to {call} was lost")
             case "kill_after":
@@ -172,7 +166,7 @@ class FaultyTransport:
         if self.killed:
             return
         try:
-            self._transport.call(message.request, timeout_s=message.timeout_s)
+            self._inner.call(message.request, timeout_s=message.timeout_s)
         except WeightSyncError as exc:
             error = exc
         self.faults.note(Event(call, "late", error))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from weightsync.errors import AuthError, ConnectError, WeightSyncError
+from weightsync.errors import AuthError, ConnectError, ProtocolError, WeightSyncError
 from weightsync.wire.messages import Reply, Request
 
 
@@ -17,20 +18,7 @@ class Transport(Protocol):
     The sender makes one transport per receiver, calls it from any thread, and closes it last.
     Calls may overlap: an abort is sent while a long update is in flight.
 
-    Optional attributes:
-
-    - `local_address` (`str | None`), where the target is no URL: the address at which the
-      receiver's host reaches this one. The `tcp` backend listens there.
-    - `round`, for workers of a server that replies for all of them at once: the same object for
-      all of its workers. When one of them does not reply, the sender calls none of them any more.
-    - `expand(paths)`, where the target may stand for several receivers: returns a transport to
-      each, by its path below this target. The sender closes them like any other.
-    - `check_access(timeout_s)`: raises AuthError where the receiver refuses this transport's token,
-      and changes nothing. The sender calls it when another receiver cannot be reached, whose error
-      would hide that.
-    - `whole`, for a worker of a server that lists its workers itself: the transport to that
-      server, which has `expand` and `paths`. After a restart with other workers the sender
-      connects to those. It closes `whole` after the workers' transports.
+    What else a transport can do is declared by BaseTransport, with defaults for one that cannot.
     """
 
     @property
@@ -61,17 +49,16 @@ class Transport(Protocol):
         """Close the connections; may be called twice. Calls afterwards raise ConnectError."""
 
 
-def first_refusal(transports: Iterable[Transport], timeout_s: float) -> AuthError | None:
+def first_refusal(transports: Iterable[BaseTransport], timeout_s: float) -> AuthError | None:
     """Return the error of the first receiver that refuses its transport's token, None for none.
 
     All calls together take `timeout_s` at most. Other errors are ignored.
     """
     deadline = time.monotonic() + timeout_s
     for transport in transports:
-        check, left_s = getattr(transport, "check_access", None), deadline - time.monotonic()
-        if check is not None and left_s > 0:
+        if (left_s := deadline - time.monotonic()) > 0:
             try:
-                check(left_s)
+                transport.check_access(left_s)
             except AuthError as exc:
                 return exc
             except WeightSyncError:
@@ -79,15 +66,14 @@ def first_refusal(transports: Iterable[Transport], timeout_s: float) -> AuthErro
     return None
 
 
-class BaseTransport:
-    """Base of our transports: target, counters and closed flag. Thread-safe."""
+class Counted:
+    """A named target, and how much was sent to it. Thread-safe."""
 
     def __init__(self, target: str) -> None:
         self._target = target
         self._counting = threading.Lock()
         self._sent_nbytes = 0
         self._sent_messages = 0
-        self._closed = False
 
     @property
     def target(self) -> str:
@@ -104,6 +90,71 @@ class BaseTransport:
         """Requests sent so far, retries included."""
         return self._sent_messages
 
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._sent_nbytes += nbytes
+            self._sent_messages += 1
+
+
+class BaseTransport(Counted, ABC):
+    """Base of transports: target, counters, closed flag, and what only some can do. Thread-safe.
+
+    `path` is the name of the way of the bytes in reports, where this transport carries them too.
+    `paths` are those of the workers that a server listed when its transport was made.
+    """
+
+    path: str = ""
+    paths: tuple[str, ...] = ()
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._closed = False
+
+    @abstractmethod
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send one request and return its reply; see Transport.call."""
+
+    @property
+    def local_address(self) -> str | None:
+        """The address at which the receiver's host reaches this one, where the target is no URL.
+
+        The `tcp` backend listens there.
+        """
+        return None
+
+    @property
+    def round(self) -> object:
+        """The same object for all workers of a server that replies for all of them at once.
+
+        When one of them does not reply, the sender calls none of them any more.
+        """
+        return self
+
+    @property
+    def whole(self) -> BaseTransport | None:
+        """For a worker of a server that lists its workers itself: the transport to that server.
+
+        That has `expand` and `paths`. After a restart with other workers the sender connects to
+        those. It closes `whole` after the workers' transports.
+        """
+        return None
+
+    def expand(self, paths: Sequence[str]) -> Sequence[Transport]:
+        """Return a transport to each of several receivers, by its path below this target.
+
+        The sender closes them like any other. Raises ProtocolError where it can reach none.
+        """
+        raise ProtocolError(
+            f"{self.target} is a server of {len(paths)} workers, and its transport reaches none of "
+            "them by itself; give connect() a URL, or a transport to each worker"
+        )
+
+    def check_access(self, timeout_s: float) -> None:
+        """Raise AuthError where the receiver refuses this transport's token; changes nothing.
+
+        The sender calls it when another receiver cannot be reached, whose error would hide that.
+        """
+
     def close(self) -> None:
         """Refuse further calls."""
         self._closed = True
@@ -112,7 +163,87 @@ class BaseTransport:
         if self._closed:
             raise ConnectError(f"{self._target}: this transport is closed; connect again")
 
-    def _count(self, nbytes: int) -> None:
-        with self._counting:
-            self._sent_nbytes += nbytes
-            self._sent_messages += 1
+
+class WrappingTransport(BaseTransport):
+    """A transport by means of another one, all of whose attributes it forwards.
+
+    The other one may be a user's, which has those of Transport alone. Two of the same one are
+    equal.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport.target)
+        self._inner = transport
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other._inner is self._inner
+
+    def __hash__(self) -> int:
+        return id(self._inner)
+
+    @property
+    def target(self) -> str:
+        """The receiver's name in messages to a user."""
+        return self._inner.target
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all request bodies so far, retries included."""
+        return self._inner.sent_nbytes
+
+    @property
+    def sent_messages(self) -> int:
+        """Requests sent so far, retries included."""
+        return self._inner.sent_messages
+
+    @property
+    def path(self) -> str:  # type: ignore[override]  # a class attribute of transports with one path
+        """The name of the way of the bytes in reports; empty for none of its own."""
+        return str(getattr(self._inner, "path", ""))
+
+    @property
+    def local_address(self) -> str | None:
+        """The address at which the receiver's host reaches this one."""
+        address: str | None = getattr(self._inner, "local_address", None)
+        return address
+
+    @property
+    def round(self) -> object:
+        """The same object for all workers of a server; see BaseTransport."""
+        return getattr(self._inner, "round", self)
+
+    @property
+    def whole(self) -> BaseTransport | None:
+        """The transport to the server of a worker; see BaseTransport."""
+        whole: Transport | None = getattr(self._inner, "whole", None)
+        return None if whole is None else complete(whole)
+
+    @property
+    def paths(self) -> tuple[str, ...]:  # type: ignore[override]  # as `path`
+        """The paths of a server's workers; see BaseTransport."""
+        return tuple(getattr(self._inner, "paths", ()))
+
+    def expand(self, paths: Sequence[str]) -> Sequence[Transport]:
+        """Return a transport to each of several receivers; see BaseTransport."""
+        expand: Callable[[Sequence[str]], Sequence[Transport]] | None
+        expand = getattr(self._inner, "expand", None)
+        return super().expand(paths) if expand is None else expand(paths)
+
+    def check_access(self, timeout_s: float) -> None:
+        """Raise AuthError where the receiver refuses the token; see BaseTransport."""
+        check: Callable[[float], None] | None = getattr(self._inner, "check_access", None)
+        if check is not None:
+            check(timeout_s)
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send one request and return its reply; see Transport.call."""
+        return self._inner.call(request, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close the other transport."""
+        self._inner.close()
+
+
+def complete(transport: Transport) -> BaseTransport:
+    """Return a transport with everything that BaseTransport declares: itself, if it has that."""
+    return transport if isinstance(transport, BaseTransport) else WrappingTransport(transport)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Protocol
 
 from weightsync.errors import ConfigError, TransportError
-from weightsync.transports.base import Transport, first_refusal
+from weightsync.transports.base import BaseTransport, Transport, complete, first_refusal
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 from weightsync.transports.tokens import check_token_type
@@ -39,7 +39,7 @@ Targets = Target | Iterable[Target]
 class UrlTransports(Protocol):
     """Makes the transports for a URL: one per worker of the server there."""
 
-    def transports(self, target: str, *, wait_s: float = 0.0) -> Sequence[Transport]: ...
+    def transports(self, target: str, *, wait_s: float = 0.0) -> Sequence[BaseTransport]: ...
 
 
 class TransportFactory:
@@ -59,7 +59,7 @@ class TransportFactory:
         self._addresses: UrlTransports | None = None
         self._lock = threading.Lock()
 
-    def every(self, to: Targets, *, wait_s: float = 0.0) -> list[Transport]:
+    def every(self, to: Targets, *, wait_s: float = 0.0) -> list[BaseTransport]:
         """Return a transport per receiver. Servers are probed at the same time.
 
         A server that does not answer yet is waited for, for `wait_s`.
@@ -70,8 +70,8 @@ class TransportFactory:
         transport stays open.
         """
         targets = targets_of(to, "to=")
-        futures: list[Future[Sequence[Transport]]] = [Future() for _ in targets]
-        threads: CallThreads[Sequence[Transport]] = CallThreads()
+        futures: list[Future[Sequence[BaseTransport]]] = [Future() for _ in targets]
+        threads: CallThreads[Sequence[BaseTransport]] = CallThreads()
         for target, future in zip(targets, futures, strict=True):
             threads.submit(partial(self._transports, target, wait_s), future)
         threads.close()
@@ -83,7 +83,7 @@ class TransportFactory:
             raise
         return [transport for future in futures for transport in future.result()]
 
-    def one(self, target: object) -> Transport:
+    def one(self, target: object) -> BaseTransport:
         """Return the transport to one receiver. Raises ConfigError where there are several."""
         transports = self._transports(target)
         if len(transports) > 1:
@@ -95,7 +95,7 @@ class TransportFactory:
             )
         return transports[0]
 
-    def _transports(self, target: object, wait_s: float = 0.0) -> Sequence[Transport]:
+    def _transports(self, target: object, wait_s: float = 0.0) -> Sequence[BaseTransport]:
         """Return the transports for a target: several for a vLLM server of several workers."""
         if not isinstance(target, str):
             return [_transport(target)]
@@ -111,7 +111,7 @@ class TransportFactory:
         return self._addresses.transports(target, wait_s=wait_s)
 
 
-def _raise_first(futures: Sequence[Future[Sequence[Transport]]], timeout_s: float) -> None:
+def _raise_first(futures: Sequence[Future[Sequence[BaseTransport]]], timeout_s: float) -> None:
     """Wait for all; raise the first error, but a definite one before a TransportError.
 
     Before that is raised, the other targets have `timeout_s` to refuse their token.
@@ -129,7 +129,7 @@ def _raise_first(futures: Sequence[Future[Sequence[Transport]]], timeout_s: floa
         raise first_refusal([t for each in made for t in each], timeout_s) or failed[0]
 
 
-def _close_made(future: Future[Sequence[Transport]]) -> None:
+def _close_made(future: Future[Sequence[BaseTransport]]) -> None:
     if future.exception() is None:
         for transport in future.result():
             transport.close()
@@ -166,12 +166,14 @@ def _described(target: object) -> str:
     return "a receiver of this process" if is_local else f"a {type(target).__name__}"
 
 
-def _transport(target: object) -> Transport:
+def _transport(target: object) -> BaseTransport:
     if type(target).__module__.partition(".")[0] == "ray":  # a handle, so Ray is installed
-        made: Transport = import_module("weightsync.transports.ray_actor").RayActorTransport(target)
+        made: BaseTransport = import_module("weightsync.transports.ray_actor").RayActorTransport(
+            target
+        )
         return made
     if hasattr(target, "call") and hasattr(target, "target"):
-        return target  # type: ignore[return-value]  # a protocol, checked by its members
+        return complete(target)  # type: ignore[arg-type]  # a protocol, checked by its members
     handle = getattr(target, "handle", None)
     if callable(handle) and hasattr(target, "sink"):
         return CallbackTransport(handle, handle.__qualname__)

@@ -58,13 +58,18 @@ class PolledTransport(BaseTransport):
 
     def __init__(self, address: str | None, check: Callable[[], None]) -> None:
         super().__init__("the receiver that fetches")
-        self.local_address = address if address and _is_usable(address) else None
+        self._address = address if address and _is_usable(address) else None
         self._check = check
         self._changed = threading.Condition()
         self._waiting: deque[_Call] = deque()
         self._pollers: dict[int, _Poller] = {}
         self._polled_at = time.monotonic()
         self._outcome: FetchReply | None = None
+
+    @property
+    def local_address(self) -> str | None:
+        """The address at which that receiver reaches this host, unless it is of no use."""
+        return self._address
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Pass on one request, and wait for its reply; see Transport.call."""

@@ -24,7 +24,7 @@ from weightsync.errors import (
 from weightsync.ranks.commands import CheckMoved, DeltaTask
 from weightsync.report import SyncReport
 from weightsync.specs import MAX_VERSION
-from weightsync.transports.base import Transport
+from weightsync.transports.base import BaseTransport
 from weightsync.update.deltas import DeltaChoice, DeltaPlanner
 from weightsync.update.fleet import Fleet, Member, WorldSizeChangedError, names
 from weightsync.update.joining import Joining
@@ -155,7 +155,7 @@ class Coordinator:
         self._sent.update_ids.add(update.update_id)
         return self._report(update, self.fleet.version, terms.label, before, again=True)
 
-    def add(self, transport: Transport) -> SyncReport | None:
+    def add(self, transport: BaseTransport) -> SyncReport | None:
         """Add a receiver, and bring it to the fleet's version.
 
         A receiver of the fleet sends it, where one can: the source may have changed since. Else the

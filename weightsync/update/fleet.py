@@ -28,7 +28,7 @@ from weightsync.observe import ObservedCall
 from weightsync.ranks.commands import KeepAlive
 from weightsync.ranks.group import RankGroup
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
-from weightsync.transports.base import Transport
+from weightsync.transports.base import BaseTransport, complete
 from weightsync.transports.calls import (
     LOOK_S,
     CallThreads,
@@ -72,7 +72,7 @@ _SENT_WHILE_SILENT = (AbortRequest, ShutdownRequest)
 class Server:
     """A server with several members as its workers: its own transport, and the workers' paths."""
 
-    transport: Transport
+    transport: BaseTransport
     paths: tuple[str, ...]
 
     @property
@@ -111,7 +111,7 @@ class Member:
     can be applied to them.
     """
 
-    transport: Transport
+    transport: BaseTransport
     name: str = ""
     server: Server | None = None
     status: Status = _NO_STATUS
@@ -140,7 +140,7 @@ class Member:
     @property
     def shown_path(self) -> str:
         """The path in reports; a transport that forwards the bytes may name its own."""
-        return getattr(self.transport, "path", "") or self.path
+        return self.transport.path or self.path
 
     def is_named(self, target: str) -> bool:
         """Whether `target` is the name of this member or of its server."""
@@ -187,7 +187,7 @@ class Fleet:
     def __init__(
         self,
         group: RankGroup,
-        transports: Sequence[Transport],
+        transports: Sequence[BaseTransport],
         *,
         timeout_s: float,
         drops: bool,
@@ -243,7 +243,7 @@ class Fleet:
         """Whether `owner` is this fleet's sender."""
         return owner.id == self._token
 
-    def add(self, transport: Transport) -> Member:
+    def add(self, transport: BaseTransport) -> Member:
         """Add and return a member. A second one of the same target is named target#2."""
         member = Member(transport, server=self._server_of(transport))
         names = {other.target for other in self.members}
@@ -253,12 +253,12 @@ class Fleet:
         self.members.append(member)
         return member
 
-    def _server_of(self, transport: Transport) -> Server | None:
+    def _server_of(self, transport: BaseTransport) -> Server | None:
         """Return the server of a worker's transport (see `whole`), None for any other transport."""
-        whole = getattr(transport, "whole", None)
+        whole = transport.whole
         if whole is None:
             return None
-        known = (server for server in self.servers if server.transport is whole)
+        known = (server for server in self.servers if server.transport == whole)
         return next(known, None) or Server(whole, whole.paths)
 
     def remove(self, member: Member) -> None:
@@ -280,15 +280,9 @@ class Fleet:
             if not paths:
                 found.append(answer)
                 continue
-            expand = getattr(member.transport, "expand", None)
-            if expand is None:
-                raise ProtocolError(
-                    f"{member.target} is a server of {len(paths)} workers, and its transport "
-                    "reaches none of them by itself; give connect() a URL, or a transport to each "
-                    "worker"
-                )
             server = Server(member.transport, tuple(paths))
-            workers = [Member(transport, server=server) for transport in expand(paths)]
+            reached = member.transport.expand(paths)
+            workers = [Member(complete(transport), server=server) for transport in reached]
             at = self.members.index(member)
             self.members[at : at + 1] = workers
             results = self.call(StatusRequest(), workers)
@@ -522,11 +516,11 @@ class Fleet:
             future.set_result(None)
 
     @property
-    def _transports(self) -> list[Transport]:
+    def _transports(self) -> list[BaseTransport]:
         own = [member.transport for member in self.members]
         return [*own, *(server.transport for server in self.servers)]
 
-    def _close(self, transport: Transport) -> None:
+    def _close(self, transport: BaseTransport) -> None:
         """Close the transport of a former member, and keep its counters."""
         self._gone_nbytes += transport.sent_nbytes
         self._gone_messages += transport.sent_messages
@@ -561,7 +555,7 @@ def _call(member: Member, message: Request, timeout_s: float) -> MemberReply:
 
 def _reply_group(member: Member) -> object:
     """Return the same object for all workers of a server that replies for all of them at once."""
-    return getattr(member.transport, "round", member)
+    return member.transport.round
 
 
 def _silent(

@@ -12,7 +12,7 @@ from functools import partial
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.report import SyncReport
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
-from weightsync.transports.base import Transport
+from weightsync.transports.base import BaseTransport, Transport
 from weightsync.transports.calls import CallThreads
 from weightsync.update.fetch_client import fetch_from, fetch_from_first
 from weightsync.update.fleet import Fleet, MemberReply
@@ -33,7 +33,7 @@ class Joining:
     the other. `delta_follows`: the fleet's next update may be a delta.
     """
 
-    def __init__(self, fleet: Fleet, transport: Transport, *, delta_follows: bool) -> None:
+    def __init__(self, fleet: Fleet, transport: BaseTransport, *, delta_follows: bool) -> None:
         self._fleet = fleet
         self._transport = transport
         self._delta_follows = delta_follows
@@ -80,10 +80,7 @@ class Joining:
         status = _status(whole, self._fleet.brief_s)
         if not status.workers:
             return [self._fetch(whole, status, sources)]
-        expand = getattr(whole, "expand", None)
-        if expand is None:
-            raise ConfigError(f"the workers of {whole.target} cannot be reached one by one")
-        workers: Sequence[Transport] = expand(status.workers)
+        workers = whole.expand(status.workers)
         try:
             statuses = [_status(worker, self._fleet.brief_s) for worker in workers]
             return [

@@ -15,7 +15,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.ranks.commands import CheckMoved
-from weightsync.transports.base import Transport, first_refusal
+from weightsync.transports.base import BaseTransport, first_refusal
 from weightsync.update.fleet import (
     LOST_ERRORS,
     Fleet,
@@ -106,7 +106,7 @@ class Membership:
         self.retry_pending(self._fleet.members if members is None else members, drops=True)
         self.repair_group(self._fleet.members if members is None else members)
 
-    def add(self, transport: Transport) -> list[Member]:
+    def add(self, transport: BaseTransport) -> list[Member]:
         """Add and connect a receiver, or all workers of a server; return the new members.
 
         An error leaves the fleet unchanged. Raises ConfigError for a receiver of the fleet.
@@ -122,7 +122,7 @@ class Membership:
             raise
         return self._members_of(transport)
 
-    def check_new(self, transport: Transport) -> None:
+    def check_new(self, transport: BaseTransport) -> None:
         """Raise ConfigError for a receiver of the fleet."""
         if self._members_of(transport):
             raise ConfigError(f"{transport.target} is in the fleet already")
@@ -364,7 +364,7 @@ class Membership:
         whole = [self._fleet.collapse(server) for server in servers]
         return [*kept, *self._fleet.call(StatusRequest(), whole)]
 
-    def _members_of(self, transport: Transport) -> list[Member]:
+    def _members_of(self, transport: BaseTransport) -> list[Member]:
         """Return the member of a transport, or the workers that it expanded to."""
         return [
             member

@@ -468,7 +468,7 @@ def _reader(member: Member) -> Reader:
         target=member.target,
         keys=list(member.status.device_keys),
         route=member.transport.target,
-        local_address=getattr(member.transport, "local_address", None),
+        local_address=member.transport.local_address,
         facts=member.status.backends.get(member.backend),
     )
 

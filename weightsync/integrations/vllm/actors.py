@@ -25,7 +25,7 @@ from weightsync.integrations.vllm.server import (
     cache_in_use,
     worker_transports,
 )
-from weightsync.transports.base import BaseTransport
+from weightsync.transports.base import Counted
 
 _GREETING_S = 300.0
 """An actor may still be loading its model."""
@@ -58,7 +58,7 @@ Call = Callable[..., Any]
 """Calls a method of an engine, given its name, `timeout_s`, and its arguments."""
 
 
-class _Engine(BaseTransport):
+class _Engine(Counted):
     """A VllmControl of an engine without a server."""
 
     def __init__(self, call: Call, target: str, engine: Any) -> None:
