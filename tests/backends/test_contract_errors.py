@@ -13,7 +13,15 @@ import torch
 
 import weightsync as ws
 from weightsync.backends import registry
-from weightsync.backends.base import Reach, Received, Round
+from weightsync.backends.base import (
+    HeldMemory,
+    Reach,
+    ReaderChanges,
+    ReaderWatch,
+    Received,
+    Round,
+    part,
+)
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import contiguous_bytes
 from weightsync.testing import TinyModel
@@ -249,7 +257,7 @@ def test_an_engine_that_lacks_methods_is_told_all_of_them(
 def test_what_fits_the_contract_need_not_look_like_it(pair: Pair) -> None:
     """Other names, defaults, any number of arguments, and other kinds of methods."""
 
-    class Sender(ShelfSender):
+    class Sender(ShelfSender, HeldMemory, ReaderChanges):
         def begin(self, places: Any, source: Any, verify: Any, more: int = 0) -> Any:
             return super().begin(places, verify=verify, source=source)
 
@@ -272,6 +280,31 @@ def test_what_fits_the_contract_need_not_look_like_it(pair: Pair) -> None:
     with pair.connect() as sender:
         assert sender.send_weights().path == "shelf"
     assert pair.value == 1
+
+
+def test_a_method_of_a_mix_in_without_the_mix_in_is_named(pair: Pair) -> None:
+    """Nothing would call it."""
+
+    class Sender(ShelfSender):
+        def unready(self, readers: Any) -> Any:
+            return readers
+
+    ws.register_backend(type("Other", (Shelf,), {"sender": Sender}))
+    with pytest.raises(ws.ConfigError, match="Sender has unready without the mix-in ReaderChanges"):
+        pair.connect()
+
+
+def test_an_engine_without_mix_ins_has_their_defaults() -> None:
+    """So its author need not know of them."""
+    engine = ShelfSender(None)
+    assert part(engine, HeldMemory).packed
+    assert part(engine, ReaderWatch).late_readers == part(engine, ReaderChanges).unready([1]) == []
+    own: Any = type("Own", (ShelfSender, ReaderChanges), {"unready": lambda _, readers: readers})(
+        None
+    )
+    chosen: Any = part(own, ReaderChanges)
+    assert chosen is own
+    assert chosen.unready([1]) == [1]
 
 
 def test_what_is_no_backend(pair: Pair) -> None:
@@ -419,7 +452,7 @@ def test_a_backend_that_cannot_be_used_is_not_registered(
 def test_a_trainer_engine_that_breaks_the_contract_is_told_the_method(
     pair: Pair, method: str, does: Any, message: str
 ) -> None:
-    broken = type("Broken", (ShelfSender,), {method: does})
+    broken = type("Broken", (ShelfSender, HeldMemory), {method: does})
     ws.register_backend(type("Other", (Shelf,), {"sender": broken}))
     with pytest.raises(ws.WeightSyncError, match=message), pair.connect() as sender:
         sender.send_weights()

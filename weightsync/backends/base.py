@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -349,7 +350,8 @@ class TrainerWeightTransferEngine(ABC):
     """The sending half of a backend. A sender has one per rank that sends through this backend.
 
     That rank's worker calls `handshake` for new readers. For each update it calls `begin`, then
-    `transfer`, then `end`. Readers are identified by their `Reader.index`.
+    `transfer`, then `end`. Readers are identified by their `Reader.index`. What an engine may do
+    beside this is in the mix-ins HeldMemory, ReaderWatch and ReaderChanges, with defaults.
     """
 
     def init_payload(self, reader: Reader, generation: int) -> Any:
@@ -396,6 +398,16 @@ class TrainerWeightTransferEngine(ABC):
     def close(self) -> None:
         """Free all resources, and move adopted tensors back to private memory. Idempotent."""
 
+    def check(self) -> None:
+        """Raise the error of the running update, if it has failed.
+
+        Called between `begin` and `end`, during the waits of all engines of this rank.
+        """
+
+
+class HeldMemory:
+    """Mix-in of a trainer engine that holds memory, or whose readers open the model's."""
+
     @property
     def needs_init(self) -> bool:
         """Whether memory was reallocated, so that every reader needs another handshake."""
@@ -416,11 +428,51 @@ class TrainerWeightTransferEngine(ABC):
         """Whether tensors are copied through buckets; else readers read them where they are."""
         return True
 
-    def check(self) -> None:
-        """Raise the error of the running update, if it has failed.
+    def is_adopted(self, index: int, address: int) -> bool:
+        """Return whether this engine moved tensor `index` of the source to `address`."""
+        return False
 
-        Called between `begin` and `end`, during the waits of all engines of this rank.
+    def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
+        """List the shared memory of this engine; `names` has the readers' targets by index."""
+        return []
+
+    def expect_finalizer(self) -> None:
+        """Prepare for a `close` by the garbage collector, which may run during a training step."""
+
+
+class ReaderWatch:
+    """Mix-in of a trainer engine that sees what its readers do, and shows them that it lives."""
+
+    def liveness_counter(self, reader: int) -> int | None:
+        """Return a counter that grows while a reader's process works; None if it has none."""
+        return None
+
+    def has_unread(self, reader: int) -> bool:
+        """Return whether bytes of the last update are still unread by this reader.
+
+        Called when the reader has reported the update as complete.
         """
+        return False
+
+    @property
+    def late_readers(self) -> list[int]:
+        """The readers that made the last transfer time out. Read on rank 0 only."""
+        return []
+
+    def readers_at_fault(self, error: BaseException) -> list[int]:
+        """Return the readers that caused an error of a transfer. Called on rank 0 only."""
+        return []
+
+    def progress(self) -> TransferProgress | None:
+        """Return the progress of the running update, for observers; None if there is none."""
+        return None
+
+    def beat(self) -> None:
+        """Send a heartbeat to the readers. Called from a heartbeat thread."""
+
+
+class ReaderChanges:
+    """Mix-in of a trainer engine whose readers change during use, or read by a base engine."""
 
     def base_readers(self, readers: Sequence[int]) -> list[int]:
         """Return the reader indices that this engine uses on its base engine for these readers."""
@@ -436,10 +488,6 @@ class TrainerWeightTransferEngine(ABC):
     def remove_reader(self, reader: int) -> None:
         """Remove a reader that left the fleet. Called on rank 0 only."""
 
-    def readers_at_fault(self, error: BaseException) -> list[int]:
-        """Return the readers that caused an error of a transfer. Called on rank 0 only."""
-        return []
-
     def goes_on_without(self, reader: int) -> bool:
         """Whether the others can receive the rest of an update after this reader has failed.
 
@@ -453,39 +501,14 @@ class TrainerWeightTransferEngine(ABC):
         Called on rank 0 only, perhaps more than once.
         """
 
-    @property
-    def late_readers(self) -> list[int]:
-        """The readers that made the last transfer time out. Read on rank 0 only."""
-        return []
 
-    def progress(self) -> TransferProgress | None:
-        """Return the progress of the running update, for observers; None if there is none."""
-        return None
+MIXINS = (HeldMemory, ReaderWatch, ReaderChanges)
+_Mixin = TypeVar("_Mixin", HeldMemory, ReaderWatch, ReaderChanges)
 
-    def liveness_counter(self, reader: int) -> int | None:
-        """Return a counter that grows while a reader's process works; None if it has none."""
-        return None
 
-    def has_unread(self, reader: int) -> bool:
-        """Return whether bytes of the last update are still unread by this reader.
-
-        Called when the reader has reported the update as complete.
-        """
-        return False
-
-    def is_adopted(self, index: int, address: int) -> bool:
-        """Return whether this engine moved tensor `index` of the source to `address`."""
-        return False
-
-    def beat(self) -> None:
-        """Send a heartbeat to the readers. Called from a heartbeat thread."""
-
-    def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
-        """List the shared memory of this engine; `names` has the readers' targets by index."""
-        return []
-
-    def expect_finalizer(self) -> None:
-        """Prepare for a `close` by the garbage collector, which may run during a training step."""
+def part(engine: TrainerWeightTransferEngine, mixin: type[_Mixin]) -> _Mixin:
+    """Return an engine as one that has a mix-in, or the defaults for an engine without it."""
+    return engine if isinstance(engine, mixin) else mixin()
 
 
 class Backend(ABC):
@@ -605,6 +628,8 @@ def check_contract(kind: type, contract: type, error: type[WeightSyncError] = Co
     found = [f"lacks {', '.join(lacking)}"] if lacking else []
     if unfit:
         found.append(f"cannot be called as {', '.join(unfit)}")
+    if contract is TrainerWeightTransferEngine:
+        found += _unread(kind)
     if found:
         raise error(
             f"{kind.__name__} {' and '.join(found)}: see the contract {contract.__name__} of this "
@@ -612,11 +637,24 @@ def check_contract(kind: type, contract: type, error: type[WeightSyncError] = Co
         )
 
 
+def _unread(kind: type) -> list[str]:
+    """Return what an engine has of a mix-in from which it does not derive: nothing reads it."""
+    found: list[str] = []
+    for mixin in MIXINS:
+        names = [n for n in vars(mixin) if not n.startswith("_") and hasattr(kind, n)]
+        if names and not issubclass(kind, mixin):
+            found.append(f"has {', '.join(names)} without the mix-in {mixin.__name__}")
+    return found
+
+
 def _misfits(kind: type, contract: type) -> tuple[list[str], list[str]]:
     """Return the names of abstract methods, and the methods that take other parameters."""
     lacking = sorted(getattr(kind, "__abstractmethods__", ()))
     unfit: list[str] = []
-    for name, method in vars(contract).items():
+    contracts = [contract]
+    if contract is TrainerWeightTransferEngine:
+        contracts += [mixin for mixin in MIXINS if issubclass(kind, mixin)]
+    for name, method in ChainMap(*map(dict, map(vars, contracts))).items():
         own = inspect.getattr_static(kind, name)
         if name.startswith("_") or own is method or name in lacking:
             continue

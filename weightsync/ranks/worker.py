@@ -7,11 +7,14 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from weightsync.backends.base import (
     Backend,
     Handshake,
+    HeldMemory,
+    ReaderChanges,
+    ReaderWatch,
     Replies,
     Round,
     TrainerWeightTransferEngine,
@@ -20,6 +23,7 @@ from weightsync.backends.base import (
     check_plain,
     expect,
     naming,
+    part,
 )
 from weightsync.backends.registry import endpoints, get_backend
 from weightsync.cuda.handles import device_keys
@@ -227,7 +231,7 @@ class RankWorker:
         """Return the engines' parts of the update that has begun, for observers."""
         found: list[ObservedTransfer] = []
         for name, reading in self.reading.items():
-            progress = self.engines[name].progress()
+            progress = part(self.engines[name], ReaderWatch).progress()
             if progress is not None:
                 readers = by_rank.get(name, {}).get(self._ranks.rank, [])
                 relays = [reader for reader in reading if reader not in readers]
@@ -243,9 +247,13 @@ class RankWorker:
             names.setdefault(backend, {})[reader] = target
         for name, engine in engines.items():
             for base in self.backend(name).requires:
-                relays = engine.base_readers(list(names[name]))
+                relays = part(engine, ReaderChanges).base_readers(list(names[name]))
                 names[base].update(dict.fromkeys(relays, "other hosts"))
-        return [entry for name, engine in engines.items() for entry in engine.usage(names[name])]
+        return [
+            entry
+            for name, engine in engines.items()
+            for entry in part(engine, HeldMemory).usage(names[name])
+        ]
 
     def close(self) -> None:
         """Free everything, even where an engine raises. Idempotent."""
@@ -266,7 +274,7 @@ class RankWorker:
     def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
         for engine in self.engines.values():
-            engine.expect_finalizer()
+            part(engine, HeldMemory).expect_finalizer()
 
     def _open(self, command: Open) -> CommandResult:
         self.close()
@@ -300,12 +308,12 @@ class RankWorker:
     def _beat(self) -> None:
         for engine in list(self.engines.values()):
             try:
-                engine.beat()
+                part(engine, ReaderWatch).beat()
             except Exception:  # the heartbeats of the other engines go on
                 logger.warning("%s.beat() failed", type(engine).__name__, exc_info=True)
 
     def _extra_nbytes(self) -> int:
-        engines: int = sum(_read(engine, "extra_nbytes", int) for engine in self.engines.values())
+        engines: int = sum(_of_memory(engine, "extra_nbytes") for engine in self.engines.values())
         changes = self._changes.nbytes if self._changes is not None else 0
         return engines + changes + (self._snapshot.nbytes if self._snapshot else 0)
 
@@ -344,7 +352,9 @@ class RankWorker:
             readers = by_rank.get(name, {}).get(self._ranks.rank, [])
             reading[name] = [*readers, *reading.get(name, [])]
             for base in self.backend(name).requires:
-                reading.setdefault(base, []).extend(engine.base_readers(readers))
+                reading.setdefault(base, []).extend(
+                    part(engine, ReaderChanges).base_readers(readers)
+                )
         return {name: reading[name] for name in self.engines if reading[name]}
 
     def _check_moved(self) -> CommandResult:
@@ -357,7 +367,9 @@ class RankWorker:
                 "often as rank 0"
             )
         self.source.refresh()
-        return CommandResult(moved=any(engine.needs_init for engine in self.engines.values()))
+        return CommandResult(
+            moved=any(part(engine, HeldMemory).needs_init for engine in self.engines.values())
+        )
 
     def _take_snapshot(self) -> CommandResult:
         """Copy the source's tensors; the first time, the copy takes the place of the source."""
@@ -472,7 +484,7 @@ class RankWorker:
             updates=updates,
             manifest=manifest,
             delta=self._delta.terms if self._delta is not None else None,
-            packed={name: self.engines[name].packed for name in updates},
+            packed={name: part(self.engines[name], HeldMemory).packed for name in updates},
         )
 
     def _source_of_update(self, pairs: list[Pair] | None) -> WeightSource:
@@ -543,7 +555,10 @@ class RankWorker:
         if command.may_raise:
             self._check_own()
         beats = {
-            name: {reader: self.engines[name].liveness_counter(reader) for reader in readers}
+            name: {
+                reader: part(self.engines[name], ReaderWatch).liveness_counter(reader)
+                for reader in readers
+            }
             for name, readers in self.reading.items()
         }
         return CommandResult(beats=beats)
@@ -563,9 +578,7 @@ class RankWorker:
                 stack.callback(_named, engine, "end")
         not_finite = self.source.not_finite
         self.source.refresh()
-        digests = {
-            name: _read(self.engines[name], "table_digest", str | None) for name in self.reading
-        }
+        digests = {name: _digest_of(self.engines[name]) for name in self.reading}
         delta, self._delta = self._delta, None
         if (delta is not None or self._records is not None) and self._changes is not None:
             digests[LINES_DIGEST] = self._changes.fingerprint
@@ -577,12 +590,14 @@ class RankWorker:
             delta_lines=0 if delta is None else delta.written_lines,
             delta_nbytes=0 if delta is None else delta.nbytes,
             extra_nbytes=self._extra_nbytes(),
-            written_nbytes=sum(_read(engine, "written_nbytes", int) for engine in engines),
+            written_nbytes=sum(_of_memory(engine, "written_nbytes") for engine in engines),
         )
 
     def _is_adopted(self, index: int, address: int) -> bool:
         """Whether an engine of this rank moved a tensor of the source to that address."""
-        return any(engine.is_adopted(index, address) for engine in self.engines.values())
+        return any(
+            part(engine, HeldMemory).is_adopted(index, address) for engine in self.engines.values()
+        )
 
     def _step(self) -> AbstractContextManager[None]:
         """One step of an update: with several ranks, an error of any rank is raised on all."""
@@ -642,9 +657,21 @@ def _named(engine: TrainerWeightTransferEngine, method: str) -> None:
         getattr(engine, method)()
 
 
-def _read(engine: TrainerWeightTransferEngine, name: str, kind: Any) -> Any:
-    """Return a property of an engine. Raises ConfigError naming it for another type."""
-    return expect(getattr(engine, name), kind, f"{type(engine).__name__}.{name} is")
+def _of_memory(
+    engine: TrainerWeightTransferEngine, name: Literal["extra_nbytes", "written_nbytes"]
+) -> int:
+    """Return a number of bytes of an engine. Raises ConfigError naming it for another type."""
+    memory = part(engine, HeldMemory)
+    nbytes: int = expect(getattr(memory, name), int, f"{type(engine).__name__}.{name} is")
+    return nbytes
+
+
+def _digest_of(engine: TrainerWeightTransferEngine) -> str | None:
+    """Return the digest of an update. Raises ConfigError for another type."""
+    digest: str | None = expect(
+        engine.table_digest, str | None, f"{type(engine).__name__}.table_digest is"
+    )
+    return digest
 
 
 def _checked_payload(name: str, payload: Any, readers: Sequence[int]) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from weightsync.backends.base import ReaderWatch, part
 from weightsync.errors import (
     ConnectError,
     NotReadyError,
@@ -394,7 +395,9 @@ class Fleet:
             key = member.backend, member.rank, member.reader
             return self._assumed_alive, self._signs.get(key)
         engine = self.group.worker.engines.get(member.backend)
-        return engine.liveness_counter(member.reader) if engine is not None else None
+        if engine is None:
+            return None
+        return part(engine, ReaderWatch).liveness_counter(member.reader)
 
     def assume_alive(self) -> None:
         """Count the readers of other ranks as alive: in a transfer their ranks bound the waits."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import asdict
 
+from weightsync.backends.base import ReaderChanges, ReaderWatch, part
 from weightsync.errors import (
     ConfigError,
     DeltaError,
@@ -481,14 +482,17 @@ class UpdateTransaction:
         engines = self._group.worker.engines
         blamed: list[Member] = []
         if not self.failed:
-            at_fault = {name: e.readers_at_fault(why) for name, e in engines.items()}
+            at_fault = {
+                name: part(e, ReaderWatch).readers_at_fault(why) for name, e in engines.items()
+            }
             blamed = _readers_of_rank_0(begun, at_fault)
         if self._first_failed is not None and not (self.failed or blamed):
             blamed = [self._first_failed]
         if not (self.failed or blamed):
             self._note([future.result() for future in begun.values() if future.done()])
         if isinstance(why, TransferTimeout) and not (self.failed or blamed):
-            blamed = _readers_of_rank_0(begun, {n: e.late_readers for n, e in engines.items()})
+            late = {name: part(e, ReaderWatch).late_readers for name, e in engines.items()}
+            blamed = _readers_of_rank_0(begun, late)
             add_target(why, names(blamed))
             self._fleet.mark_silent(blamed)
         if isinstance(why, WeightSyncError):
@@ -540,8 +544,8 @@ class UpdateTransaction:
                         continue
                     self._first_failed = member
                     raise answer.error
-                engines = self._group.worker.engines
-                if not member.rank and engines[member.backend].has_unread(member.reader):
+                engine = self._group.worker.engines[member.backend]
+                if not member.rank and part(engine, ReaderWatch).has_unread(member.reader):
                     self.failed[member] = ProtocolError(
                         f"{member.target} replied that the update is complete, but has not read "
                         "the ring to its end; do several receivers share this target?"
@@ -561,7 +565,7 @@ class UpdateTransaction:
     def _drop_reader(self, member: Member) -> None:
         engine = self._group.worker.engines.get(member.backend)
         if engine is not None and not member.rank:
-            engine.drop_reader(member.reader)
+            part(engine, ReaderChanges).drop_reader(member.reader)
 
     def _goes_on_without(self, member: Member, error: WeightSyncError) -> bool:
         """Whether an update continues after this failure of a member.
@@ -571,7 +575,9 @@ class UpdateTransaction:
         if isinstance(error, SourceLostError):
             return True
         engine = self._group.worker.engines.get(member.backend)
-        if member.rank or engine is None or not engine.goes_on_without(member.reader):
+        if member.rank or engine is None:
+            return False
+        if not part(engine, ReaderChanges).goes_on_without(member.reader):
             return False
         gone = self._fleet.with_workers([*self.failed, member])
         return self._fleet.drops and not set(gone).issuperset(self._members)

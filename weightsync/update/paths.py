@@ -15,9 +15,11 @@ from weightsync.backends.base import (
     Endpoint,
     Reach,
     Reader,
+    ReaderChanges,
     Replies,
     Round,
     TransferOptions,
+    part,
 )
 from weightsync.backends.registry import adjusted, check_name
 from weightsync.errors import (
@@ -236,7 +238,7 @@ class PathSelector:
             if engine is None:
                 continue
             of_rank = [member for member in own if member.rank == 0]
-            lost = engine.unready([member.reader for member in of_rank])
+            lost = part(engine, ReaderChanges).unready([member.reader for member in of_rank])
             unready = [member for member in of_rank if member.reader in lost]
             if unready:
                 answers += self._handshake(name, unready)
@@ -246,7 +248,7 @@ class PathSelector:
         """Remove a former member from its trainer engine."""
         engine = self._group.worker.engines.get(member.backend)
         if engine is not None and member.rank == 0:
-            engine.remove_reader(member.reader)
+            part(engine, ReaderChanges).remove_reader(member.reader)
 
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None

@@ -11,8 +11,10 @@ import torch
 from weightsync.backends.base import (
     Check,
     Handshake,
+    HeldMemory,
     Mark,
     Reader,
+    ReaderWatch,
     Round,
     TrainerWeightTransferEngine,
     TransferOptions,
@@ -143,7 +145,7 @@ RELAY_READER = MAX_READERS - 1
 """The reader index of a backend built on this one, for its reads of the ring."""
 
 
-class IpcTrainerEngine(TrainerWeightTransferEngine):
+class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
     """Sends a source through a ring (packed), or from registered memory (unpacked).
 
     `path` is `cuda_ipc` or `shared_memory`. `stage` adds staging memory on the source's device to a

@@ -23,6 +23,8 @@ from weightsync.backends.base import (
     Handshake,
     Mark,
     Reader,
+    ReaderChanges,
+    ReaderWatch,
     Round,
     TrainerWeightTransferEngine,
     TransferOptions,
@@ -105,7 +107,7 @@ class _Host:
             del self.on_ring[index], self.names[index]
 
 
-class TcpTrainerEngine(TrainerWeightTransferEngine):
+class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
     """Serves the chunks of rank 0's ring, or of `source` if the carrier lends its tensors.
 
     Hosts join and leave without the others.
