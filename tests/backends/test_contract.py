@@ -67,9 +67,9 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Quick(BackendContract):
-    """As short a timeout as tells one that is stopped from one that is busy."""
+    """A timeout that tells one that is stopped from one that is busy, with ten others at work."""
 
-    timeout_s = 1.5
+    timeout_s = 3.0
     context = children.CONTEXT
 
 
