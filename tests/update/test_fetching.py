@@ -519,7 +519,7 @@ class TestPolledTransport:
         transport.take(FetchRequest(fetch_id="f"))
         transport.take(FetchRequest(fetch_id="f", turn=1, reply={"state": 3}))
         thread.join()
-        assert [type(error) for error in errors] == [ws.ProtocolError]
+        assert [type(error) for error in errors] == [codec.InvalidReplyError]
 
     def test_calls_end_in_time(self) -> None:
         transport = PolledTransport(None, check_nothing)

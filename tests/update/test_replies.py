@@ -64,3 +64,72 @@ def test_an_unknown_word_is_refused_before_anything_depends_on_it(
             assert receiver.status().state == "READY"
         lies = False
         assert sender.send_weights().version == receiver.version
+
+
+@pytest.mark.parametrize(
+    ("call", "says", "message"),
+    [
+        ("update_weights", {"state": "UPDATING"}, "is UPDATING at version 1 .* not PREPARED"),
+        ("update_weights", {"update_id": "other"}, "in update other, not PREPARED"),
+        ("finish_weight_update", {"state": "PREPARED"}, "is PREPARED at version 2 "),
+        ("finish_weight_update", {"state": "TORN"}, "is TORN at version 2 "),
+        ("finish_weight_update", {"version": 1}, "is READY at version 1 .* at version 2 "),
+        ("finish_weight_update", {"update_id": "other"}, "in update other, not READY"),
+        ("finish_weight_update", {"state": "DONE"}, r"'DONE' - at `\$\.state`"),
+        ("finish_weight_update", {"verified": None}, r"at `\$\.verified`"),
+    ],
+    ids=str,
+)
+def test_a_fleet_holds_what_its_replies_say_and_gets_no_second_update(
+    receiver: ws.WeightReceiver, call: str, says: dict[str, Any], message: str
+) -> None:
+    """One of two receivers replies otherwise than a receiver that did the step."""
+    lies = False
+    other = ws.WeightReceiver(nn.Linear(4, 4))
+    begun: list[str] = []
+
+    def carry(request: dict[str, Any]) -> dict[str, Any]:
+        begun.extend([request["call"]] if request["call"] == "update_weights" else [])
+        reply = receiver.handle(request)
+        return {**reply, **says} if lies and request["call"] == call else reply
+
+    with ws.connect(nn.Linear(4, 4), to=[carry, other.handle]) as sender:
+        sender.send_weights()
+        lies = True
+        begun.clear()
+        with pytest.raises(ws.ProtocolError, match=message) as caught:
+            sender.send_weights()
+        assert len(begun) == 1
+        is_committed = call == "finish_weight_update"
+        assert other.version == receiver.version == (2 if is_committed else 1)
+        assert ("did not confirm it, while the others hold version 2" in str(caught.value)) == (
+            is_committed
+        )
+        lies = False
+        report = sender.send_weights()
+        assert (report.verified, report.version) == ("held", receiver.version)
+        assert other.version == receiver.version
+    other.close()
+
+
+def test_a_block_of_a_fleet_is_checked_as_well(receiver: ws.WeightReceiver) -> None:
+    trainer = nn.Linear(4, 4)
+    says: dict[str, dict[str, Any]] = {}
+
+    def carry(request: dict[str, Any]) -> dict[str, Any]:
+        return {**receiver.handle(request), **says.get(request["call"], {})}
+
+    with ws.connect(trainer, to=carry) as sender:
+        for call, state in (("prepare", "UPDATING"), ("finish", "PREPARED")):
+            says[f"{call}_weight_update"] = {"state": state}
+            with (
+                pytest.raises(ws.ProtocolError, match=f"is {state} at version"),
+                sender.update() as u,
+            ):
+                u.send(trainer.named_parameters())
+            says.clear()
+            assert receiver.status().state == "READY"
+        with sender.update() as update:
+            update.send(trainer.named_parameters())
+    assert update.last_report is not None
+    assert update.last_report.verified == "held"

@@ -342,10 +342,10 @@ class HttpTransport(BaseTransport):
             self._refuse(call, status, answer)
         try:
             return codec.decode_reply(call, answer)
-        except ProtocolError as exc:
-            raise ProtocolError(
+        except codec.InvalidReplyError as exc:
+            raise codec.InvalidReplyError(
                 f"{self._target} answered {call} with something else than its reply ({exc}); "
-                "is this a weightsync server of the same version?"
+                "is this a weightsync server?"
             ) from exc
 
     def deliver(self, request: Request, *, timeout_s: float) -> None:

@@ -153,8 +153,8 @@ def _open(answer: object, target: str, call: str) -> Reply:
             ) from exc
         raise problem.error_of(said, peer=target, call=call)
     if not isinstance(answer, Mapping) or set(answer) != {"reply"}:
-        raise ProtocolError(
+        raise codec.InvalidReplyError(
             f"{target} answered {call} with {answer!r:.200}, not with a reply or a problem; is it "
-            "a weightsync actor of the same version?"
+            "a weightsync actor?"
         )
     return codec.reply_from_plain(call, answer["reply"])

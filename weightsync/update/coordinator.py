@@ -30,9 +30,10 @@ from weightsync.update.fleet import Fleet, Member, WorldSizeChangedError, names
 from weightsync.update.joining import Joining
 from weightsync.update.lifecycle import version_after
 from weightsync.update.membership import Membership
-from weightsync.update.outgoing import LastVersion, UpdateTransaction
+from weightsync.update.outgoing import LastVersion, UpdateTransaction, is_commit
 from weightsync.update.paths import PathSelector
 from weightsync.update.recovery import abort_prepared
+from weightsync.wire.codec import InvalidReplyError
 from weightsync.wire.messages import StartTerms, StepReply
 
 logger = logging.getLogger(__name__)
@@ -344,13 +345,14 @@ class Coordinator:
 
         Where members are dropped, only a receiver that was restarted meanwhile is rolled forward,
         or one whose source was lost.
-        Raises `failure` for any other, and for one that is silent: it is not asked again.
+        Raises `failure` for any other, for one that is silent, and for one whose reply was invalid:
+        it may hold the version already, and would reply the same again.
         """
-        if self.fleet.is_silent(member):
+        if self.fleet.is_silent(member) or isinstance(failure, InvalidReplyError):
             raise failure
-        finished = self.membership.retry_pending([member])
-        if finished:
-            return finished
+        finished = self.membership.retry_pending([member]).get(member)
+        if finished is not None and is_commit(finished, terms.version):
+            return {member: finished}
         reconnected = self.membership.reconnect({member: failure}, [member])
         reconnected = reconnected or isinstance(failure, WorldSizeChangedError | SourceLostError)
         if self.fleet.may_drop([member]) and not reconnected:
@@ -399,8 +401,10 @@ def _partial_failure(failed: Mapping[Member, WeightSyncError], version: int) -> 
     first = next(iter(failed.values()))
     reasons = "; ".join(str(reason) for reason in failed.values())
     error = copy.copy(first)
+    unclear = any(isinstance(reason, InvalidReplyError) for reason in failed.values())
+    left = "did not confirm it" if unclear else "failed and is left behind"
     error.args = (
-        f"{names(failed)} failed and is left behind, while the others hold version {version}: "
+        f"{names(failed)} {left}, while the others hold version {version}: "
         f"{reasons}; send_weights() tries again, sender.remove() lets a receiver go",
     )
     return error

@@ -48,6 +48,7 @@ from weightsync.update.fleet import (
 )
 from weightsync.update.paths import PathSelector
 from weightsync.weights.sources.base import NamedTensors
+from weightsync.wire.codec import InvalidReplyError
 from weightsync.wire.messages import (
     MAX_FLEET,
     AbortRequest,
@@ -58,6 +59,7 @@ from weightsync.wire.messages import (
     Request,
     StartRequest,
     StartTerms,
+    StateName,
     StepReply,
     UpdateRequest,
 )
@@ -69,6 +71,8 @@ _EPOCHS = itertools.count(1)
 """Epochs of update messages, unique over all senders of this process."""
 _ABORT_TIMEOUT_S = 30.0
 _STRENGTH = ("none", "arrived", "held")
+COMMITTED_STATES: tuple[StateName, ...] = ("READY", "CATCHING_UP")
+"""The states after a finish. CATCHING_UP: the fleet moved on, and a part of the model came."""
 
 
 class UpdateTransaction:
@@ -110,6 +114,7 @@ class UpdateTransaction:
         self._described: set[Member] = set()
         self._first_failed: Member | None = None
         self._sourceless = False
+        self._version: int | None = None
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
         """Add the replies of members that failed here and received the same version afterwards."""
@@ -164,6 +169,7 @@ class UpdateTransaction:
         try:
             self._whole = True
             self._delta = delta
+            self._version = terms.version
             self._transfer(terms=terms, prepare=True)
             if same_as is not None:
                 same_as.check_unchanged(self.table_digests, layout, verify=verify)
@@ -174,6 +180,7 @@ class UpdateTransaction:
 
     def start(self, terms: StartTerms) -> None:
         """Start the update on every receiver. Raises the first error of a receiver."""
+        self._version = terms.version
         fields = asdict(terms)
         answers = self._call(
             lambda m: StartRequest(update_id=self.update_id, sender=m.sender or None, **fields)
@@ -192,6 +199,7 @@ class UpdateTransaction:
     def prepare(self) -> None:
         """Have every receiver check that the update is complete."""
         answers = self._call(PrepareRequest(update_id=self.update_id), self._staying)
+        answers = [self._prepared(answer) for answer in answers]
         self._note(answers)
         self._raise_unless_all(answers)
 
@@ -224,8 +232,10 @@ class UpdateTransaction:
                 break
             answers = [a for a in answers if a.member not in again]
             answers += self._call(self._finish_request, again)
+        answers = [self._committed(answer) for answer in answers]
         for answer in answers:
-            if not isinstance(answer.error, TransportError | RemoteError):  # the receiver's own
+            # The receiver's own word; any other error leaves open whether it has finished.
+            if not isinstance(answer.error, TransportError | RemoteError | InvalidReplyError):
                 answer.member.unfinished = None
         self._note(answers)
         for member, reply in self.replies.items():
@@ -353,6 +363,8 @@ class UpdateTransaction:
             self._refuse_changed(exc)
             raise
         answers = [future.result() for future in calls.values()]
+        if prepare:
+            answers = [self._prepared(answer) for answer in answers]
         self._note(answers)
         self._refuse_changed()
         self._seconds["load"] = time.perf_counter() - started
@@ -582,6 +594,32 @@ class UpdateTransaction:
         gone = self._fleet.with_workers([*self.failed, member])
         return self._fleet.drops and not set(gone).issuperset(self._members)
 
+    def _prepared(self, answer: MemberReply) -> MemberReply:
+        """Return the result, or an error where the reply says anything else than PREPARED."""
+        is_prepared = answer.error is None and answer.step.state == "PREPARED"
+        return self._checked(answer, "PREPARED", is_so=is_prepared)
+
+    def _committed(self, answer: MemberReply) -> MemberReply:
+        """Return the result, or an error where the reply is not that of a commit."""
+        is_committed = answer.error is None and is_commit(answer.step, self._version)
+        return self._checked(answer, f"READY at version {self._version}", is_so=is_committed)
+
+    def _checked(self, answer: MemberReply, wanted: str, *, is_so: bool) -> MemberReply:
+        """Return the result, or an error where it `is_so` not, or of another update.
+
+        No receiver of weightsync gives such a reply; other code, or a proxy, may.
+        """
+        if answer.error is not None:
+            return answer
+        step = answer.step
+        if is_so and step.update_id in (None, self.update_id):
+            return answer
+        error = InvalidReplyError(
+            f"{answer.member.target} replied that it is {step.state} at version {step.version} in "
+            f"update {step.update_id}, not {wanted} in update {self.update_id}"
+        )
+        return MemberReply(answer.member, error=error)
+
     def _note(self, answers: list[MemberReply]) -> None:
         for answer in answers:
             if answer.error is None:
@@ -594,6 +632,11 @@ class UpdateTransaction:
             for member in lost:
                 del self.failed[member]
             self._sourceless = bool(lost)
+
+
+def is_commit(step: StepReply, version: int | None) -> bool:
+    """Whether the reply to a finish says that `version` is in use; None is any version."""
+    return step.state in COMMITTED_STATES and version in (None, step.version)
 
 
 def _clipped(text: str) -> str:

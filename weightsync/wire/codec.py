@@ -34,6 +34,10 @@ from weightsync.wire.struct_types import prepare
 T = TypeVar("T")
 
 
+class InvalidReplyError(ProtocolError):
+    """A reply that is none to its request. The receiver may have done what the request says."""
+
+
 class _InitEnvelope(msgspec.Struct, forbid_unknown_fields=True):
     """An InitRequest with an undecoded `init_info`, which may be an empty object."""
 
@@ -78,8 +82,11 @@ def decode_request(call: str, body: bytes) -> Request:
 
 
 def decode_reply(call: str, body: bytes) -> Reply:
-    """Return the reply to `call` in a JSON body. Raises ProtocolError where it is invalid."""
-    return cast(Reply, _decode(body, REPLIES[call]))
+    """Return the reply to `call` in a JSON body. Raises InvalidReplyError."""
+    try:
+        return cast(Reply, msgspec.json.decode(body, type=REPLIES[call]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise _invalid_reply(call, exc) from exc
 
 
 def to_plain(message: Request) -> dict[str, object]:
@@ -105,24 +112,24 @@ def reply_to_plain(reply: Reply) -> dict[str, object]:
 
 
 def reply_from_plain(call: str, reply: object) -> Reply:
-    """Return the reply that `reply_to_plain` encoded. Raises ProtocolError where it is invalid."""
+    """Return the reply that `reply_to_plain` encoded. Raises InvalidReplyError."""
     try:
         return cast(Reply, _typed(reply, REPLIES[call]))
     except (msgspec.ValidationError, RecursionError) as exc:
-        raise ProtocolError(f"the peer's reply to {call} is not valid: {exc}") from exc
+        raise _invalid_reply(call, exc) from exc
 
 
 def check_reply(call: str, reply: object) -> None:
-    """Raise ProtocolError unless a reply that was not decoded here is one to `call`.
+    """Raise InvalidReplyError unless a reply that was not decoded here is one to `call`.
 
     A transport of the user's own may have made it.
     """
     if not isinstance(reply, REPLIES[call]):
-        raise ProtocolError(f"the peer's reply to {call} is a {type(reply).__name__}")
+        raise InvalidReplyError(f"the peer's reply to {call} is a {type(reply).__name__}")
     try:
         plain = msgspec.to_builtins(reply)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise ProtocolError(f"the peer's reply to {call} is not valid: {exc}") from exc
+        raise _invalid_reply(call, exc) from exc
     reply_from_plain(call, plain)
 
 
@@ -244,6 +251,10 @@ def _typed(data: object, kind: type[T]) -> T:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError:
         return msgspec.convert(data, kind, str_keys=True)  # slower
+
+
+def _invalid_reply(call: str, exc: Exception) -> InvalidReplyError:
+    return InvalidReplyError(f"the peer's reply to {call} is not valid: {exc}")
 
 
 def _invalid(kind: type, exc: Exception) -> ProtocolError:
