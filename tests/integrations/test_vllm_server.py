@@ -523,6 +523,18 @@ def test_what_no_worker_could_read_is_raised_as_it_is() -> None:
         rpc.decode_answers(told, [answer, answer], peer="server")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"nonce": "n", "resumes": true}',
+        '{"nonce": "n", "calls": {"0": {"call": "weight_info", "body": "{}", "after": "pause"}}}',
+    ],
+)
+def test_an_engine_ignores_nothing_that_a_newer_sender_says(text: str) -> None:
+    with pytest.raises(ProtocolError, match="unknown field"):
+        rpc.decode_round(text)
+
+
 def lose(
     patch: pytest.MonkeyPatch,
     workers: Workers,

@@ -22,15 +22,19 @@ METHOD = "weightsync"
 """The name of the worker's RPC method."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One request: its name and its body as JSON."""
 
     call: str
     body: str
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Round(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """One message to all workers: `calls` by rank. Each answer repeats the `nonce`.
+
+    As in any request unknown fields are refused: an engine must not ignore a pause, for instance.
 
     `holds` is for the engine's PauseGuard. It announces a pause by `owner`, and has the ids by
     which the workers know that sender, by rank ("" where none is known yet). Empty: the pause is
@@ -145,8 +149,7 @@ def decode_answers(sent: Round, results: object, *, peer: str) -> list[WorkerAns
     except msgspec.ValidationError as exc:
         raise ProtocolError(
             f"{peer}: a worker answered what weightsync's engine never does ({exc}); were they "
-            'started with --weight-transfer-config \'{"backend":"weightsync"}\', and the same '
-            "version of weightsync?"
+            'started with --weight-transfer-config \'{"backend":"weightsync"}\'?'
         ) from exc
     if any(answer.nonce != sent.nonce for answer in answers):
         raise ProtocolError(
