@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,21 +15,30 @@ from weightsync import receiver as receiver_side
 from weightsync.server.workers import merge_statuses
 from weightsync.update import fleet as sender_side
 from weightsync.wire import codec
-from weightsync.wire.messages import Protocols, Status, choose_protocol
+from weightsync.wire.messages import InitReply, Protocols, Status, choose_protocol
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
 Set = Callable[[tuple[int, int], tuple[int, int]], None]
-NO_COMMON = [
-    ((1, 1), (2, 2), "no common protocol: the sender has 1, the receiver 2; .* the sender's side"),
-    ((1, 2), (3, 5), "the sender has 1 to 2, the receiver 3 to 5; .* on the sender's side"),
-    (
-        (2, 2),
-        (1, 1),
-        "no common protocol: the sender has 2, the receiver 1; .* the receiver's side",
-    ),
-    ((4, 6), (1, 3), "the sender has 4 to 6, the receiver 1 to 3; .* on the receiver's side"),
-]
+
+
+class Apart(NamedTuple):
+    """The ranges of two sides that have no common protocol, and the error."""
+
+    ours: tuple[int, int]
+    theirs: tuple[int, int]
+    message: str
+
+
+no_common = pytest.mark.parametrize(
+    "apart",
+    [
+        Apart((1, 1), (2, 2), "protocol: the sender has 1, the receiver 2; .* the sender's side"),
+        Apart((1, 2), (3, 5), "the sender has 1 to 2, the receiver 3 to 5; .* the sender's side"),
+        Apart((2, 2), (1, 1), "the sender has 2, the receiver 1; .* on the receiver's side"),
+        Apart((4, 6), (1, 3), "the sender has 4 to 6, the receiver 1 to 3; .* the receiver's side"),
+    ],
+)
 
 
 @pytest.fixture
@@ -61,10 +70,6 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(tensor, held[name]) for name, tensor in one.state_dict().items())
 
 
-def chosen(sender: ws.WeightSender) -> int:
-    return sender._coordinator.fleet.members[0].protocol  # type: ignore[union-attr]  # of rank 0
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "common"),
     [
@@ -87,40 +92,43 @@ def test_the_newest_that_both_have_is_used(
 ) -> None:
     protocols(ours, theirs)
     trainer = nn.Linear(8, 8)
-    with ws.connect(trainer, to=receiver.handle) as sender:
-        assert chosen(sender) == common
+    chosen: list[int] = []
+
+    def record(message: Mapping[str, Any]) -> object:
+        reply = receiver.handle(message)
+        if message["body"].get("init_info"):
+            made = codec.reply_from_plain(message["call"], reply)
+            assert isinstance(made, InitReply)
+            chosen.append(made.protocol)
+        return reply
+
+    with ws.connect(trainer, to=record) as sender:
+        assert chosen == [common]
         assert sender.send_weights().version == 1
     assert same(trainer, held)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "message"), NO_COMMON)
+@no_common
 def test_without_a_common_one_nothing_is_opened(
-    receiver: ws.WeightReceiver,
-    held: nn.Module,
-    protocols: Set,
-    ours: tuple[int, int],
-    theirs: tuple[int, int],
-    message: str,
+    receiver: ws.WeightReceiver, held: nn.Module, protocols: Set, apart: Apart
 ) -> None:
     trainer = nn.Linear(8, 8)
-    protocols(ours, theirs)
-    with pytest.raises(ws.ProtocolError, match=message):
+    protocols(apart.ours, apart.theirs)
+    with pytest.raises(ws.ProtocolError, match=apart.message):
         ws.connect(trainer, to=receiver.handle)
     status = receiver.status()
     assert (status.state, status.version, status.senders) == ("READY", 0, {})
     assert status.owner is None
-    protocols(ours, ours)
+    protocols(apart.ours, apart.ours)
     with ws.connect(trainer, to=receiver.handle) as sender:
         sender.send_weights()
     assert same(trainer, held)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "message"), NO_COMMON)
-def test_a_receiver_that_comes_back_with_other_protocols(
-    protocols: Set, ours: tuple[int, int], theirs: tuple[int, int], message: str
-) -> None:
+@no_common
+def test_a_receiver_that_comes_back_with_other_protocols(protocols: Set, apart: Apart) -> None:
     """Its weights stay as they are, and it is updated again once it is of a common version."""
-    protocols(ours, ours)
+    protocols(apart.ours, apart.ours)
     trainer, held = nn.Linear(8, 8), nn.Linear(8, 8)
     now = ws.WeightReceiver(held)
 
@@ -130,17 +138,17 @@ def test_a_receiver_that_comes_back_with_other_protocols(
     with ws.connect(trainer, to=call) as sender:
         sender.send_weights()
         now.close()
-        for newer in (theirs, ours):
-            protocols(ours, newer)
+        for newer in (apart.theirs, apart.ours):
+            protocols(apart.ours, newer)
             before = {name: tensor.clone() for name, tensor in held.state_dict().items()}
             now = ws.WeightReceiver(held)
             with torch.no_grad():
                 trainer.weight.add_(1)
-            if newer is ours:
+            if newer is apart.ours:
                 assert sender.send_weights().verified == "held"
                 assert same(trainer, held)
             else:
-                with pytest.raises(ws.ProtocolError, match=message):
+                with pytest.raises(ws.ProtocolError, match=apart.message):
                     sender.send_weights()
                 assert all(torch.equal(held.state_dict()[name], t) for name, t in before.items())
                 assert now.status().state == "READY"
@@ -170,23 +178,18 @@ def test_an_init_of_a_newer_sender_is_refused_for_its_protocol(
         assert replace(receiver.status(), shared_memory=[]) == before
 
 
-@pytest.mark.parametrize(("ours", "theirs", "message"), NO_COMMON)
+@no_common
 def test_a_receiver_fetches_nothing_from_one_of_other_protocols(
-    receiver: ws.WeightReceiver,
-    held: nn.Module,
-    protocols: Set,
-    ours: tuple[int, int],
-    theirs: tuple[int, int],
-    message: str,
+    receiver: ws.WeightReceiver, held: nn.Module, protocols: Set, apart: Apart
 ) -> None:
     trainer, source = nn.Linear(8, 8), ws.WeightReceiver(nn.Linear(8, 8))
     with ws.connect(trainer, to=source.handle) as sender:
         sender.send_weights(3)
-    protocols(ours, theirs)  # the source is a sender now
-    with pytest.raises(ws.ProtocolError, match=message):
+    protocols(apart.ours, apart.theirs)  # the source is a sender now
+    with pytest.raises(ws.ProtocolError, match=apart.message):
         ws.fetch(receiver, source.handle)
     assert (receiver.status().state, receiver.version) == ("READY", 0)
-    protocols(ours, ours)
+    protocols(apart.ours, apart.ours)
     assert ws.fetch(receiver, source.handle).version == receiver.version == 3
     assert same(trainer, held)
     source.close()

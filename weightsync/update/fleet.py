@@ -100,11 +100,10 @@ class Member:
     `name` is set where another member's transport has the same target, `server` for a worker of a
     server with several. Rank `rank` of the trainer sends to the member on `path`, of this `cost`,
     by the engine of `backend`, where its index is `reader`. `skipped` has the reason why each other
-    path was not taken. `protocol` is the one that the receiver chose at init, 0 before. `sender` is
-    the sender id that the receiver knows, `released` the same id after the memory was withdrawn.
-    `term` is this sender's term as the owner of the receiver, 0 before the first status. `owned`
-    says that this sender has been its owner, `replaced_by` is the owner after it of which its user
-    was told.
+    path was not taken. `sender` is the sender id that the receiver knows, `released` the same id
+    after the memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0
+    before the first status. `owned` says that this sender has been its owner, `replaced_by` is the
+    owner after it of which its user was told.
 
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
@@ -122,7 +121,6 @@ class Member:
     cost: float = 0.0
     reader: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
-    protocol: int = 0
     sender: str = ""
     released: str = ""
     term: int = 0

@@ -387,7 +387,6 @@ class PathSelector:
                 answers[i] = _checked(answer, fleet.protocols)
             if answers[i].error is None:
                 answer.member.status = answer.status
-                answer.member.protocol = _chosen(answer)
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
                 self._warn_of_rounding(answer)
                 answer.member.owned = True
@@ -502,7 +501,8 @@ def _checked(answer: MemberReply, protocols: Protocols) -> MemberReply:
     chose a protocol that this sender does not have.
     """
     before, now = answer.member.status.instance, answer.status.instance
-    chosen, target = _chosen(answer), answer.member.target
+    chosen = answer.reply.protocol if isinstance(answer.reply, InitReply) else 0
+    target = answer.member.target
     if before != now:
         text = (
             f"{target} answered as instance {before} and then as {now}: it was restarted in "
@@ -513,11 +513,6 @@ def _checked(answer: MemberReply, protocols: Protocols) -> MemberReply:
     else:
         return answer
     return MemberReply(answer.member, error=ProtocolError(text))
-
-
-def _chosen(answer: MemberReply) -> int:
-    """Return the protocol that a receiver chose."""
-    return answer.reply.protocol if isinstance(answer.reply, InitReply) else 0
 
 
 def _unavailable(members: Sequence[Member]) -> WeightSyncError:
