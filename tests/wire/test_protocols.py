@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -221,16 +222,35 @@ def test_one_of_other_protocols_does_not_join_a_fleet(
     joining.close()
 
 
-def test_the_status_shows_it_before_any_init(receiver: ws.WeightReceiver) -> None:
+@pytest.mark.parametrize("more", [{}, {"state": "a new word"}, {"apply": {"layers": 3}}], ids=str)
+def test_the_status_shows_it_before_any_init(
+    receiver: ws.WeightReceiver, more: dict[str, object]
+) -> None:
+    """Whatever else it says: the other fields need not be those of this version."""
     called: list[str] = []
 
     def newer(message: Mapping[str, Any]) -> object:
         called.append(message["call"])
-        return {**receiver.handle(message), "protocol_min": 2, "protocol": 3}
+        return {**receiver.handle(message), "protocol_min": 2, "protocol": 3, **more}
 
     with pytest.raises(ws.ProtocolError, match=r"newer: .* sender has 1, the receiver 2 to 3"):
         ws.connect(nn.Linear(8, 8), to=newer)
     assert set(called) == {"weight_info"}
+
+
+def test_a_status_of_a_common_protocol_is_refused_for_its_word(
+    receiver: ws.WeightReceiver,
+) -> None:
+    plain = {**codec.reply_to_plain(receiver.status()), "protocol": 3, "state": "a new word"}
+    with pytest.raises(codec.InvalidReplyError, match="to weight_info is not valid"):
+        codec.reply_from_plain("weight_info", plain)
+    whole = msgspec.json.encode(plain)
+    for body in (whole, whole[:-1], b"\xff"):
+        with pytest.raises(codec.InvalidReplyError, match="to weight_info is not valid"):
+            codec.decode_reply("weight_info", body)
+    apart = msgspec.json.encode({**plain, "protocol_min": 2})
+    with pytest.raises(codec.InvalidReplyError, match="the sender has 1, the receiver 2 to 3"):
+        codec.decode_reply("weight_info", apart)
 
 
 @pytest.mark.parametrize("chosen", [0, 2, -1])

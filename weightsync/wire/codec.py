@@ -24,6 +24,7 @@ from weightsync.wire.messages import (
     Reply,
     Request,
     StartTerms,
+    Status,
     UpdateInfo,
     UpdateRequest,
     choose_protocol,
@@ -61,6 +62,13 @@ class _InitShape(msgspec.Struct):
     protocol_max: int
 
 
+class _StatusShape(msgspec.Struct):
+    """The fields of a status that say which protocols the receiver has."""
+
+    protocol: int
+    protocol_min: int = 1
+
+
 class _UpdateShape(msgspec.Struct):
     """The fields of an update_info that choose its type."""
 
@@ -86,7 +94,7 @@ def decode_reply(call: str, body: bytes) -> Reply:
     try:
         return cast(Reply, msgspec.json.decode(body, type=REPLIES[call]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise _invalid_reply(call, exc) from exc
+        raise _invalid_reply(call, body, exc) from exc
 
 
 def to_plain(message: Request) -> dict[str, object]:
@@ -116,7 +124,7 @@ def reply_from_plain(call: str, reply: object) -> Reply:
     try:
         return cast(Reply, _typed(reply, REPLIES[call]))
     except (msgspec.ValidationError, RecursionError) as exc:
-        raise _invalid_reply(call, exc) from exc
+        raise _invalid_reply(call, reply, exc) from exc
 
 
 def check_reply(call: str, reply: object) -> None:
@@ -129,7 +137,7 @@ def check_reply(call: str, reply: object) -> None:
     try:
         plain = msgspec.to_builtins(reply)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise _invalid_reply(call, exc) from exc
+        raise _invalid_reply(call, None, exc) from exc
     reply_from_plain(call, plain)
 
 
@@ -253,7 +261,21 @@ def _typed(data: object, kind: type[T]) -> T:
         return msgspec.convert(data, kind, str_keys=True)  # slower
 
 
-def _invalid_reply(call: str, exc: Exception) -> InvalidReplyError:
+def _invalid_reply(call: str, reply: object, exc: Exception) -> InvalidReplyError:
+    """Return the error of a reply; that of the protocols, for the status of another protocol."""
+    if REPLIES[call] is Status:
+        try:
+            shape = (
+                msgspec.json.decode(reply, type=_StatusShape)
+                if isinstance(reply, bytes)
+                else msgspec.convert(reply, _StatusShape)
+            )
+            receiver = Protocols(shape.protocol_min, shape.protocol)
+            choose_protocol(Protocols(PROTOCOL_MIN, PROTOCOL), receiver)
+        except ProtocolError as apart:
+            return InvalidReplyError(str(apart))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass  # no status of any protocol
     return InvalidReplyError(f"the peer's reply to {call} is not valid: {exc}")
 
 
@@ -263,4 +285,4 @@ def _invalid(kind: type, exc: Exception) -> ProtocolError:
 
 prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
 prepare(InitInfo)
-prepare(_InitShape, _UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)
+prepare(_InitShape, _StatusShape, _UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)
