@@ -17,9 +17,8 @@ import msgspec
 
 from tests.transports.contract import UPDATE
 from tests.wire import shapes
-from tests.wire.scenes import SCENES, Handle, raising
+from tests.wire.scenes import SCENES, Handle, carried
 from weightsync.report import DeltaReport, ReceiverReport, SyncReport
-from weightsync.wire import problem
 from weightsync.wire.messages import (
     CALL_OF,
     PROTOCOL,
@@ -87,23 +86,24 @@ class Recorder:
         def call(message: Mapping[str, Any]) -> dict[str, Any]:
             name = message["call"]
             self.keep({"call": name, "request": message["body"]})
-            try:
-                reply = handle(message)
-            except Exception as exc:  # noqa: BLE001  # it goes over the line
-                found = msgspec.to_builtins(problem.to_problem(exc))
-                self.keep({"problem": found})
-                return {"problem": found}
-            self.keep({"call": name, "reply": reply})
+            reply: dict[str, Any] = carried(
+                handle,
+                message,
+                reply=lambda reply: self.keep({"call": name, "reply": reply})["reply"],
+                document=lambda document: self.keep({"problem": document})["problem"],
+            )
             return reply
 
-        return raising(call)
+        return call
 
-    def keep(self, message: Recorded) -> None:
+    def keep(self, message: Recorded) -> Recorded:
+        """Note a message, unless one of its shape is noted; return it."""
         text = msgspec.json.encode(message).decode().replace(socket.gethostname(), "trainer-1")
         plain = json.loads(re.sub(r'("secret":")[0-9a-f]+', rf"\g<1>{'0' * 32}", text))
         shape = {(name, *sorted(fields)) for name, fields in shapes.structs_in(plain)}
         error = plain.get("problem", {}).get("error", "")
         self.messages.setdefault(f"{plain.get('call')} {error} {sorted(shape)}", plain)
+        return message
 
 
 def record() -> Recorded:

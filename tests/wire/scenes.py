@@ -45,17 +45,26 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-def raising(handle: Handle) -> Handle:
-    """Raise the error of a reply that is `{"problem": …}`, as a transport does."""
+def carried(
+    handle: Handle,
+    message: Mapping[str, Any],
+    *,
+    reply: Callable[[Any], Any],
+    document: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Handle a message at the other end of a line, as a transport does.
 
-    def call(message: Mapping[str, Any]) -> dict[str, Any]:
-        reply = handle(message)
-        if "problem" in reply and "error" in reply["problem"]:
-            document = msgspec.convert(reply["problem"], problem.Problem)
-            raise problem.error_of(document, peer="peer", call=message["call"])
-        return reply
-
-    return call
+    Returns what `reply` makes of the reply, or raises the error that `document` makes of its
+    problem document.
+    """
+    try:
+        answer = handle(message)
+    except Exception as exc:  # noqa: BLE001  # it goes over the line
+        plain = document(msgspec.to_builtins(problem.to_problem(exc)))
+    else:
+        return reply(answer)
+    error = msgspec.convert(plain, problem.Problem)
+    raise problem.error_of(error, peer="peer", call=message["call"])
 
 
 def update(line: Line, apply: Any = "staged", packed: bool | None = None) -> None:

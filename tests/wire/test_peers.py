@@ -8,14 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.wire import shapes
-from tests.wire.scenes import SCENES, Handle, Line, raising
+from tests.wire.scenes import SCENES, Handle, Line, carried
 from tests.wire.shapes import Change, Plain
 from tests.wire.test_recorded import RECORDED
-from weightsync.wire import problem
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
@@ -48,15 +46,16 @@ class Peer:
 
     def line(self, handle: Handle) -> Handle:
         def call(message: Mapping[str, Any]) -> Plain:
-            request = as_json(shapes.changed_request(message, self._of_requests))
-            try:
-                reply = handle(request)
-            except Exception as exc:  # noqa: BLE001  # it goes over the line
-                found = msgspec.to_builtins(problem.to_problem(exc))
-                return {"problem": shapes.changed_problem(found, self._of_replies)}
-            return as_json(shapes.changed_reply(message["call"], reply, self._of_replies))
+            name = message["call"]
+            reply: Plain = carried(
+                handle,
+                as_json(shapes.changed_request(message, self._of_requests)),
+                reply=lambda reply: as_json(shapes.changed_reply(name, reply, self._of_replies)),
+                document=lambda found: shapes.changed_problem(found, self._of_replies),
+            )
+            return reply
 
-        return raising(call)
+        return call
 
 
 def as_json(plain: Any) -> Plain:
@@ -107,7 +106,7 @@ def test_a_receiver_that_says_more(scene: str) -> None:
 
 
 def test_the_peers_change_what_they_say() -> None:
-    """The replies of all scenes have every kind of struct, and a stripped one loses a field."""
+    """What is stripped has lost a field, and what says more has it in a reply."""
     reply = {"state": "READY", "version": 1}
     called: list[Mapping[str, Any]] = []
 
