@@ -272,6 +272,7 @@ def test_what_fits_the_contract_need_not_look_like_it(pair: Pair) -> None:
             return []
 
         expect_finalizer = partialmethod(print)
+        check: Any = staticmethod(dict)  # a builtin without a signature
 
     class Backend(Shelf):
         sender = Sender

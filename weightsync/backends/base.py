@@ -681,9 +681,11 @@ def _takes(kind: type, name: str, called: inspect.Signature) -> bool:
         return True  # another descriptor: nothing is known of it
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     try:
-        inspect.signature(own).bind(
-            *parameters[: len(parameters) - len(named)], **dict.fromkeys(named)
-        )
+        takes = inspect.signature(own)
+    except ValueError:
+        return True  # a builtin that does not say what it takes
+    try:
+        takes.bind(*parameters[: len(parameters) - len(named)], **dict.fromkeys(named))
     except TypeError:
         return False
     return True
