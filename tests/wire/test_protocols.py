@@ -156,9 +156,10 @@ def test_a_receiver_that_comes_back_with_other_protocols(protocols: Set, apart: 
             now.close()
 
 
+@pytest.mark.parametrize("lacking", [[], ["backend"], ["manifest", "lease_s"]], ids=str)
 @pytest.mark.parametrize("unknown", [{}, {"priority": 3}], ids=["fields of now", "a newer field"])
 def test_an_init_of_a_newer_sender_is_refused_for_its_protocol(
-    receiver: ws.WeightReceiver, unknown: dict[str, object]
+    receiver: ws.WeightReceiver, unknown: dict[str, object], lacking: list[str]
 ) -> None:
     """The receiver decides, whatever the sender has seen of its status."""
     seen: list[dict[str, Any]] = []
@@ -171,6 +172,8 @@ def test_an_init_of_a_newer_sender_is_refused_for_its_protocol(
         before = replace(receiver.status(), shared_memory=[])
         body = next(m["body"] for m in seen if "init_info" in m["body"])
         newer = {**body["init_info"], "protocol_min": 2, "protocol_max": 4, **unknown}
+        for name in lacking:
+            del newer[name]
         for case in (newer, {**newer, "sender": "another"}):
             with pytest.raises(ws.ProtocolError, match="the sender has 2 to 4, the receiver 1;"):
                 receiver.handle(

@@ -168,9 +168,9 @@ def parse_init_info(data: object) -> InitInfo | None:
     """Return the typed init info of a dict; None where it is empty (IPC needs none)."""
     if _is_empty(data):
         return None
-    if isinstance(data, Mapping) and "backend" not in data:
-        raise ProtocolError("init_info has no backend; send {} or a whole init_info")
     try:
+        if isinstance(data, Mapping) and "backend" not in data:
+            raise ProtocolError("init_info has no backend; send {} or a whole init_info")
         return _convert(data, InitInfo)
     except ProtocolError:
         _check_protocols(data)
