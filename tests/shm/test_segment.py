@@ -176,6 +176,21 @@ class TestPrivate:
                     inside = slice(start, start + nbytes)
                     assert torch.equal(seen[inside], shown[inside]), f"round {round_}"
 
+    def test_pages_are_looked_at_where_no_page_faults_are_counted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a sandbox whose kernel says that there were none."""
+        segment_module._counts_page_faults.cache_clear()
+        with monkeypatch.context() as patch, Segment.create(mmap.PAGESIZE) as segment:
+            patch.setattr(segment_module, "_page_faults", lambda: 0)
+            with closing(segment.private()) as private:
+                for value in range(1, 5):
+                    private.tensor()[7] = value
+                    private.restore_written(private.address, mmap.PAGESIZE)
+                    assert not private.tensor().any()
+        segment_module._counts_page_faults.cache_clear()
+        assert segment_module._counts_page_faults()
+
     def test_pages_are_not_looked_at_again_without_a_page_fault(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

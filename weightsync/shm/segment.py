@@ -287,7 +287,7 @@ class PrivateMapping:
         """
         begin, end = self._pages(address, nbytes)
         faults = _page_faults()  # before the pages are read: a later one is for the next call
-        if self._faults.get((begin, end)) == faults:
+        if self._faults.get((begin, end)) == faults and _counts_page_faults():
             return
         self._faults[begin, end] = faults
         written = _written_pages(self.address + begin, end - begin)
@@ -320,6 +320,15 @@ def _page_faults() -> int:
     """Return how many page faults this process had, in all of its threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt + usage.ru_majflt
+
+
+@functools.cache
+def _counts_page_faults() -> bool:
+    """Return whether the kernel counts page faults at all; some sandboxes do not."""
+    before = _page_faults()
+    with mmap.mmap(-1, _PAGE) as fresh:
+        fresh[0] = 1
+        return _page_faults() > before
 
 
 def _written_pages(address: int, nbytes: int) -> list[int] | None:
