@@ -176,6 +176,22 @@ class TestPrivate:
                     inside = slice(start, start + nbytes)
                     assert torch.equal(seen[inside], shown[inside]), f"round {round_}"
 
+    def test_a_look_that_fails_is_repeated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*_: int) -> None:
+            raise MemoryError
+
+        with Segment.create(mmap.PAGESIZE) as segment, closing(segment.private()) as private:
+            private.restore_written(private.address, mmap.PAGESIZE)
+            seen = private.tensor().numpy()
+            for _ in range(50):  # most of them without a page fault between the two looks
+                seen[7] = 1
+                with monkeypatch.context() as patch:
+                    patch.setattr(segment_module, "_written_pages", fails)
+                    with pytest.raises(MemoryError):
+                        private.restore_written(private.address, mmap.PAGESIZE)
+                private.restore_written(private.address, mmap.PAGESIZE)
+                assert not seen[7]
+
     def test_pages_are_looked_at_where_no_page_faults_are_counted(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -260,7 +260,7 @@ class PrivateMapping:
         self.nbytes = nbytes
         self.address = buffer_address(mapping)
         self._mapping: mmap.mmap | None = mapping
-        self._faults: dict[tuple[int, int], int] = {}
+        self._faults: dict[tuple[int, int], tuple[int, int]] = {}
 
     def tensor(self, offset: int = 0) -> torch.Tensor:
         """Return `uint8[nbytes - offset]`, which keeps the memory mapped."""
@@ -280,22 +280,24 @@ class PrivateMapping:
             self._open().madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def restore_written(self, address: int, nbytes: int) -> None:
-        """The same for the pages that were written, whoever wrote: the kernel knows them.
+        """The same for the pages that were written: the kernel knows them.
 
         Reads 8 bytes for each page, and none where this process had no page fault since the last
-        call for this range: the first write to a page of this mapping is one.
+        call for this range: the first write to a page of this mapping is one, whichever thread or
+        system call of this process makes it. A write by another process (`process_vm_writev`, a
+        debugger) is not seen.
         """
         begin, end = self._pages(address, nbytes)
-        faults = _page_faults()  # before the pages are read: a later one is for the next call
+        faults = os.getpid(), _page_faults()  # before the pages are read: later ones are seen next
         if self._faults.get((begin, end)) == faults and _counts_page_faults():
             return
-        self._faults[begin, end] = faults
         written = _written_pages(self.address + begin, end - begin)
         if written is None:
             self.restore(address, nbytes)
-            return
-        for page in written:
-            self._open().madvise(mmap.MADV_DONTNEED, begin + page * _PAGE, _PAGE)
+        else:
+            for page in written:
+                self._open().madvise(mmap.MADV_DONTNEED, begin + page * _PAGE, _PAGE)
+        self._faults[begin, end] = faults
 
     def close(self) -> None:
         """Unmap; memory that tensors view is unmapped when the last view is collected."""
@@ -326,7 +328,7 @@ def _page_faults() -> int:
 def _counts_page_faults() -> bool:
     """Return whether the kernel counts page faults at all; some sandboxes do not."""
     before = _page_faults()
-    with mmap.mmap(-1, _PAGE) as fresh:
+    with mmap.mmap(-1, _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
         fresh[0] = 1
         return _page_faults() > before
 

@@ -56,11 +56,14 @@ class _Landing:
     _lock = threading.Lock()
     _given_up: ClassVar[list[_Landing]] = []
     """Of all agents of this process: they must live until the read has ended."""
+    _kept: ClassVar[list[torch.Tensor]] = []
+    """Memory that may be written to at any time."""
 
     def __init__(self, agent: Any, lock: threading.Lock, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
         self._agent, self._agent_lock = agent, lock
-        self._peer, self._handle = "", None
+        self._peer, self._num_pieces = "", 0
+        self._handle: Any = None
         with lock, _errors("registering memory"):
             self._registered = agent.register_memory([self.memory])
 
@@ -72,7 +75,7 @@ class _Landing:
         with self._agent_lock, _errors("starting to read"):
             local = agent.get_xfer_descs(here, mem_type=_kind(on_gpu=False))
             remote = agent.get_xfer_descs(there, mem_type=_kind(on_gpu=pieces.device is not None))
-            self._peer = peer
+            self._peer, self._num_pieces = peer, len(here)
             self._handle = agent.initialize_xfer("READ", local, remote, peer)
             return str(agent.transfer(self._handle))
 
@@ -106,11 +109,18 @@ class _Landing:
             return any((each._agent, each._peer) == (agent, peer) for each in cls._given_up)
 
     def _has_ended(self) -> bool:
-        with suppress(TransferError):  # it has failed
-            if self.state() == "PROC":
-                return False
-        self.end()
-        self.close()
+        try:
+            state = self.state()
+        except TransferError:
+            state = "ERR"
+        if state == "PROC":
+            return False
+        # NIXL gives up a read of several pieces at the first error: others may still be answered.
+        if state == "DONE" or self._handle is None or self._num_pieces == 1:
+            self.end()
+            self.close()
+        else:
+            self._kept.append(self.memory)
         return True
 
 
@@ -133,6 +143,7 @@ class NixlCarrier:
         self._spare = threading.Lock()
         self._landing: _Landing | None = None
         self._peers: dict[Connection, str] = {}
+        self._unremoved: set[str] = set()
         self._closed = False
         # Over TCP another host's read advances only in calls of this one.
         self._helped: WeakSet[Connection] = WeakSet()
@@ -178,9 +189,11 @@ class NixlCarrier:
             raise ProtocolError(f"it sends {frame}, where metadata of NIXL comes first")
         metadata = bytearray(frame.nbytes)
         connection.read_data(memoryview(metadata), check)
+        self._remove_unused()
         with self._lock, _errors("connecting to another host"):
             name = self._agent.add_remote_agent(bytes(metadata))
         self._peers[connection] = name.decode() if isinstance(name, bytes) else str(name)
+        self._unremoved.discard(self._peers[connection])
 
     def send(
         self, connection: Connection, frame: Frame, fingerprints: Sequence[int], data: Data
@@ -233,7 +246,7 @@ class NixlCarrier:
         if pieces:
             arrived = self._read(connection, pieces, check)[: len(into)]
             _clear_gaps(pieces, arrived)
-            into[:] = arrived
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(arrived, np.uint8))  # no GIL
         if not connection.is_open:  # the other host may have used the memory for something else
             raise TransferError("the connection was closed while a chunk was read")
         connection.send_ack()
@@ -275,17 +288,26 @@ class NixlCarrier:
         connection.send_ack()
 
     def leave(self, connection: Connection) -> None:
-        """Disconnect from the other agent, unless a read from it is in progress."""
+        """Disconnect from the other agent: later, if a read from it is in progress."""
         peer = self._peers.pop(connection, None)
-        if peer is not None and not _Landing.is_reading(self._agent, peer):
-            with self._lock, suppress(Exception):  # the other process may be gone
-                self._agent.remove_remote_agent(peer)
+        if peer is not None:
+            self._unremoved.add(peer)
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Disconnect from agents of which nothing is read any more."""
+        for peer in self._unremoved.difference(self._peers.values()):
+            if not _Landing.is_reading(self._agent, peer):
+                with self._lock, suppress(Exception):  # the other process may be gone
+                    self._agent.remove_remote_agent(peer)
+                self._unremoved.discard(peer)
 
     def close(self) -> None:
         """Release memory and agent. Idempotent."""
         self._closed = True
         for connection in list(self._peers):
             self.leave(connection)
+        self._remove_unused()
         landing, self._landing = self._landing, None
         if landing is not None:
             landing.close()
