@@ -246,7 +246,8 @@ class NixlCarrier:
         if pieces:
             arrived = self._read(connection, pieces, check)[: len(into)]
             _clear_gaps(pieces, arrived)
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(arrived, np.uint8))  # no GIL
+            # Without the GIL, which the copy of a memoryview would hold.
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(arrived, np.uint8))
         if not connection.is_open:  # the other host may have used the memory for something else
             raise TransferError("the connection was closed while a chunk was read")
         connection.send_ack()

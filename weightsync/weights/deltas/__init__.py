@@ -1,1 +1,1 @@
-"""What changed since a version: the log of it, and the stream that carries it."""
+"""Deltas: the change log of a sender, and the stream that carries the changed lines."""
