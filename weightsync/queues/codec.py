@@ -1092,9 +1092,9 @@ class TensorDecoder(Generic[T]):
         self._carrier = carrier
         self._pin = False
         if pin_memory:
-            import torch  # noqa: PLC0415 - needed for pinned memory only
+            from weightsync.cuda import devices  # noqa: PLC0415 - needed for pinned memory only
 
-            self._pin = torch.cuda.is_available()
+            self._pin = devices.is_available()
         self._dec_hook = dec_hook
         self._max_nbytes = max_message_nbytes
         self._kind: Any = Any if kind is None else kind

@@ -1071,7 +1071,7 @@ class TensorIpcSender:
 
     def _stays_on_gpu(self, tensor: torch.Tensor) -> bool:
         return (
-            tensor.is_cuda
+            tensor.device.type == "cuda"
             and tensor.numel() > 0
             and handles.why_not() is None
             and handles.gpu_key(tensor.device) in self._link.gpus

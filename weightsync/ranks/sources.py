@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from weightsync.cuda import devices
 from weightsync.errors import ManifestMismatchError, VerificationError, shorten
 from weightsync.ranks.comm import (
     CancelFlag,
@@ -488,6 +489,4 @@ def source_device(source: WeightSource) -> torch.device:
         types = {gathered_device(tensor) for tensor in inner.made_of()[1]}
     if types and "cuda" not in types:
         return torch.device("cpu")
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return devices.current() or torch.device("cpu")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightsync.cuda import devices
 from weightsync.errors import BackendUnavailableError, ConfigError, MissingExtraError, install_hint
 from weightsync.serve.hugging_face import hf, hf_logging
 from weightsync.serve.messages import ModelCard
@@ -240,14 +241,14 @@ def worker_device(wanted: str, index: int) -> torch.device:
     `wanted` is auto, cuda or cpu. Raises BackendUnavailableError without a GPU, and ConfigError
     where there are fewer GPUs than workers.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu" or (wanted == "auto" and not devices.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not devices.is_available():
         built = "" if torch.version.cuda else ", which is built for CPUs,"
         raise BackendUnavailableError(
             f"--device cuda: torch {torch.__version__}{built} sees no GPU here; use --device cpu"
         )
-    count = torch.cuda.device_count()
+    count = devices.count()
     if index >= count:
         raise ConfigError(
             f"each worker needs a GPU of its own, and this host has {count}: --data-parallel x "

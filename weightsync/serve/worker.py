@@ -22,6 +22,7 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
+from weightsync.cuda import devices
 from weightsync.errors import (
     PeerLostError,
     TransferCancelled,
@@ -435,7 +436,7 @@ def main(
     size = options.tensor_parallel
     device = worker_device(options.device, replica * size + rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        devices.use(device)
     store = f"{addresses.folder}/replica-{replica}"
     with _process_group(rank, size, store, "nccl" if device.type == "cuda" else "gloo"):
         loaded = load_for_worker(
