@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import weightsync
+
 PACKAGE = "weightsync"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
@@ -43,7 +45,7 @@ LAYERS = (
     layer("profiling", "tensors"),
     layer("shm", "arguments"),
     layer("cuda"),
-    layer("queues", "weights"),
+    layer("weights"),
     layer("backends", "transports"),
     layer("observe"),
     layer("ranks"),
@@ -51,12 +53,16 @@ LAYERS = (
     layer("sender", "receiver", mutual=True),
     layer(""),
     layer("server", "ray"),
+    layer("queues"),
     layer("serve", "integrations"),
     layer("testing"),
     layer("cli", "__main__", mutual=True),
 )
 ROOMS = ("copying", "tensor_kinds", "lines", "sinks", "sources", "deltas")
 """Of weightsync/weights/: each imports from itself and from those before it."""
+OUTSIDE = frozenset({"queues", "serve"})
+"""Packages that carry no weights: nothing but the command line imports them from elsewhere, and
+they import what any program may: the names of docs/api, and those of `weightsync.__all__`."""
 HEIGHT = {unit: height for height, row in enumerate(LAYERS) for unit in row.units}
 
 
@@ -225,6 +231,181 @@ def test_no_backend_is_known_by_name(folder: str) -> None:
     assert found == []
 
 
+def public_names() -> set[str]:
+    """Return the names of the API reference, in full, and `weightsync.` and each of `__all__`.
+
+    A page shows a name, some `members` of a module, or a module: then all of its names.
+    """
+    found = {f"{PACKAGE}.{name}" for name in weightsync.__all__}
+    for page in sorted((ROOT.parent / "docs/api").glob("*.md")):
+        for name, options in SHOWN.findall(page.read_text(encoding="utf-8")):
+            listed = re.search(r"^      members:\n((?:        - \w+\n?)+)", options, re.MULTILINE)
+            if path_of(name) is None:
+                found.add(name)
+            else:
+                members = re.findall(r"- (\w+)", listed[1]) if listed else names_of(name)
+                found.update(f"{name}.{member}" for member in members)
+    return found
+
+
+SHOWN = re.compile(r"^::: ([\w.]+)\n?((?:    .*\n?)*)", re.MULTILINE)
+"""What a page shows, and how."""
+
+
+def path_of(module: str) -> Path | None:
+    """Return the file of a module, None for a name that is none."""
+    path = ROOT.parent / module.replace(".", "/")
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def names_of(module: str) -> Iterator[str]:
+    """Yield the names without underscore that a module defines."""
+    path = path_of(module)
+    assert path is not None
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [node.name]
+        else:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            inside = [each for target in targets for each in ast.walk(target)]
+            names = [each.id for each in inside if isinstance(each, ast.Name)]
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def imported_names(source: str, module: str) -> Iterator[tuple[str, str]]:
+    """Yield what a module imports from other packages of ours: its local name, and the full one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            base = absolute(node, module, is_package=False)
+            found = ((each.asname or each.name, f"{base}.{each.name}") for each in node.names)
+        elif isinstance(node, ast.Import):
+            found = ((each.asname or each.name, each.name) for each in node.names)
+        else:
+            continue
+        for local, name in found:
+            if is_ours(name) and (unit_of(name) != unit_of(module)):
+                yield local, name
+
+
+def names_taken(source: str, module: str) -> set[str]:
+    """Return the full name of each name that a module takes from other packages of ours.
+
+    Of a module that it imports as a whole these are the attributes that it reads, anywhere.
+    """
+    modules, names = dict[str, str](), set[str]()
+    for local, name in imported_names(source, module):
+        if path_of(name) is None or "." in local:  # the uses of `import a.b` are not looked for
+            names.add(name)
+        else:
+            modules[local] = name
+    return names | {
+        f"{modules[node.value.id]}.{node.attr}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in modules
+    }
+
+
+# What `serve` still takes from the inside, by its module. Nothing is added here.
+NOT_YET_PUBLIC: dict[str, set[str]] = {
+    "serve.api_server": {
+        "server.auth.LocalOnly",
+        "server.dispatcher.Receiver",
+        "server.listening.ignore_logged_errors",
+    },
+    "serve.generate_route": {
+        "server.dispatcher.error_response",
+        "server.dispatcher.read_body",
+        "server.router.schema_of",
+    },
+    "serve.model": {"weights.copying.shards.local_of"},
+    "serve.openai_protocol": {"server.dispatcher.BodyError"},
+    "serve.openai_routes": {
+        "server.dispatcher.BodyError",
+        "server.dispatcher.read_body",
+        "server.router.schema_of",
+    },
+    "serve.options": {"update.lifecycle.ApplyChoice"},
+    "serve.requests": {"wire.struct_types.prepare"},
+    "serve.status_page": {
+        "server.dispatcher.Receiver",
+        "server.workers.merge_statuses",
+        "update.history.FleetRecord",
+        "update.history.WorkerReport",
+        "update.lifecycle.State",
+    },
+    "serve.text": {"server.threads.run_limited"},
+    "serve.worker": {"receiver.SOURCE_ANSWER_S", "receiver.WeightReceiver", "receiver.fetch"},
+    "serve.worker_client": {"update.history.WorkerReport"},
+}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if unit_of(module_name(path)) in OUTSIDE], ids=module_name
+)
+def test_queues_and_serve_import_public_names_only(path: Path) -> None:
+    module, public = module_name(path), public_names()
+    taken = names_taken(path.read_text(encoding="utf-8"), module)
+    private = {name.removeprefix(f"{PACKAGE}.") for name in taken - public}
+    assert private == NOT_YET_PUBLIC.get(module.removeprefix(f"{PACKAGE}."), set())
+
+
+def test_nothing_but_the_command_line_imports_queues_or_serve() -> None:
+    found = [
+        f"{module}:{line} imports {target}"
+        for path in FILES
+        if unit_of(module := module_name(path)) not in OUTSIDE | {"cli"}
+        for line, target in imports(
+            path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py"
+        )
+        if is_ours(target) and unit_of(target) in OUTSIDE
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "taken"),
+    [
+        ("from weightsync.shm.segment import Segment", "weightsync.shm.segment.Segment"),
+        ("from weightsync.shm.segment import _reserve", "weightsync.shm.segment._reserve"),
+        ("def f():\n    from weightsync import connect", "weightsync.connect"),
+        ("from ..update.fleet import Fleet", "weightsync.update.fleet.Fleet"),
+        ("import weightsync.update.fleet", "weightsync.update.fleet"),
+        ("import weightsync as ws\nws.connect()", "weightsync.connect"),
+        (
+            "from weightsync.cuda import handles\nhandles.export(x)",
+            "weightsync.cuda.handles.export",
+        ),
+        (
+            "from weightsync.cuda import handles as h\nh.collect()",
+            "weightsync.cuda.handles.collect",
+        ),
+    ],
+)
+def test_a_name_taken_from_another_package_is_found(source: str, taken: str) -> None:
+    assert names_taken(source, "weightsync.queues.pool") == {taken}
+
+
+def test_public_is_what_the_reference_shows() -> None:
+    public = public_names()
+    assert {
+        "weightsync.connect",
+        "weightsync.errors.ConfigError",  # a name
+        "weightsync.wire.offers.SegmentHandle",  # of a module that is shown as a whole
+        "weightsync.queues.codec.MessageCodec",  # one of the members that are listed
+    } <= public
+    assert (
+        not {
+            "weightsync.queues.codec.split",
+            "weightsync.update.fleet.Fleet",
+            "weightsync.shm.segment.live_segments",
+        }
+        & public
+    )
+
+
 def test_modules_of_one_layer_form_no_cycle() -> None:
     mutual = {unit for row in LAYERS if row.mutual for unit in row.units}
     sources = {module_name(path): path.read_text() for path in FILES}
@@ -247,7 +428,7 @@ def test_the_package_is_there() -> None:
         ),
         ("weightsync.wire.codec", "from ..weights import source", "is above it"),
         ("weightsync.wire.codec", "import torch.nn", "is banned there"),
-        ("weightsync.weights.sinks.base", "from weightsync.queues import sockets", "is beside it"),
+        ("weightsync.weights.sinks.base", "from weightsync.queues import sockets", "is above it"),
         ("weightsync.shm.ring", "import weightsync.weights.sinks.base", "is above it"),
         ("weightsync.backends.base", "import weightsync.transports.base as b", "is beside it"),
         (

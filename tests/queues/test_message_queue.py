@@ -33,9 +33,8 @@ from weightsync.errors import (
 )
 from weightsync.queues.message_queue import MessageCodec, MessageQueue, QueueHandle
 from weightsync.queues.message_ring import RECORDS, MessageRingWriter
-from weightsync.queues.sockets import socket_path
 from weightsync.shm import wait
-from weightsync.shm.segment import find_leftovers
+from weightsync.shm.segment import find_leftovers, socket_path
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
 

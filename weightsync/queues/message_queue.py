@@ -42,9 +42,8 @@ from weightsync.queues.sockets import (
     Publisher,
     Subscriber,
     own_address,
-    socket_path,
 )
-from weightsync.shm.segment import cleanup_stale
+from weightsync.shm.segment import cleanup_stale, socket_path
 from weightsync.shm.wait import SPIN_S, Cancel, ClosableLock, WaitPolicy
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from weightsync.errors import (
 )
 from weightsync.queues.codec import Encoded
 from weightsync.shm.addresses import source_address
-from weightsync.shm.segment import DIRECTORY, SOCKET_SUFFIX
 from weightsync.shm.wait import WaitPolicy, wait
 
 try:
@@ -50,11 +49,6 @@ _LINGER_MS = 5000
 _HEARTBEAT_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 10000
 _POLL_S = 0.05
-
-
-def socket_path(segment: str) -> Path:
-    """Return the path of the local socket of the queue with this control segment."""
-    return DIRECTORY / f"{segment}{SOCKET_SUFFIX}"
 
 
 def host_address(connect_ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

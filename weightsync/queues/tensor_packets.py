@@ -16,7 +16,8 @@ MAX_PACKET = 64 << 10
 MAX_BLOCKS = 64
 """Maximum number of blocks in a segment; each has a word in the segment's first page."""
 
-Text = Annotated[str, Meta(max_length=1024)]
+MAX_NAME_LENGTH = 1024
+Text = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Token = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Sequence = Annotated[int, Meta(ge=1, le=1 << 62)]
 

@@ -21,6 +21,7 @@ from typing import NoReturn, Self
 
 import torch
 
+from weightsync import TensorSpec
 from weightsync.cuda import handles
 from weightsync.errors import (
     BackendUnavailableError,
@@ -34,6 +35,7 @@ from weightsync.errors import (
 )
 from weightsync.queues.pool import HEADER_NBYTES, SegmentPool
 from weightsync.queues.tensor_packets import (
+    MAX_NAME_LENGTH,
     MAX_PACKET,
     PROTOCOL,
     Arriving,
@@ -55,12 +57,10 @@ from weightsync.queues.tensor_packets import (
     encode,
     encode_packet,
 )
-from weightsync.shm import segment
 from weightsync.shm.host_keys import host_key
-from weightsync.shm.segment import Segment
+from weightsync.shm.segment import Segment, cleanup_stale
 from weightsync.shm.spawning import refuse_forked, refuse_other_process
 from weightsync.shm.store_order import order_stores
-from weightsync.specs import MAX_NAME_LENGTH, TensorSpec
 from weightsync.tensors import (
     check_dense,
     checked_spec,
@@ -659,7 +659,7 @@ class Channel:
         """Clean up after senders that ended: segments of dead senders, and unclaimed tensors."""
         if any(when <= now for when in self._cleanup_times):
             self._cleanup_times = [when for when in self._cleanup_times if when > now]
-            segment.cleanup_stale()
+            cleanup_stale()
         self._arrivals.drop_late(now)
         for until, peer in list(self._ended):
             if until <= now or not self._arrivals.waiting_of(peer.sender):
@@ -807,7 +807,7 @@ def _handshake(connection: socket.socket, sender: str, name: str) -> Welcome:
         probe.buffer[:8] = word.to_bytes(8, "little")
         where = SegmentHandle(name=probe.name, nbytes=probe.nbytes)
         try:
-            connection.send(encode(Hello(PROTOCOL, sender, name[:1024], where, word)))
+            connection.send(encode(Hello(PROTOCOL, sender, name[:MAX_NAME_LENGTH], where, word)))
             welcome = decode_welcome(connection.recv(MAX_PACKET))
         except OSError as exc:
             raise ConnectError(f"the tensor queue did not reply: {exc}") from exc

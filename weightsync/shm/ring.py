@@ -25,12 +25,17 @@ _SHAPE = slice(0, 4)
 _EVERYTHING = (1 << 64) - 1
 _MIN_SLOTS_TO_SLEEP = 3
 """With fewer slots, readers run out of chunks while the writer sleeps."""
-PUBLISHED, WANTED, WRITER_WORDS = LINE, LINE + 1, LINE + 2
-"""The writer's words: the last sequence number published, the one that wakes the sleeping writer (0
-while it is awake), and the first of up to six words of the ring's user."""
-RELEASED, ASLEEP, READER_WORDS = 0, 1, 2
-"""A reader's words, in its line: the sequence number up to which it has released, whether it sleeps
-on a word of the writer, and the first of up to six words of the ring's user."""
+PUBLISHED = LINE
+"""The writer's word of the last sequence number published."""
+WANTED = LINE + 1
+"""The writer's word of the sequence number that wakes it when it sleeps, 0 while it is awake."""
+WRITER_WORDS = LINE + 2
+"""The first of up to six further words of the writer, which the ring's user defines."""
+RELEASED, ASLEEP = 0, 1
+"""A reader's words, in its line: the sequence number up to which it has released, and whether it
+sleeps on a word of the writer."""
+READER_WORDS = 2
+"""The first of up to six further words in a reader's line, which the ring's user defines."""
 
 
 def line_of(reader: int) -> int:

@@ -70,8 +70,7 @@ def _log_once(advice: int, reason: str) -> None:
 
 DIRECTORY = Path("/dev/shm")
 PATTERN = re.compile(r"weightsync-[0-9a-f]{32}")
-SOCKET_SUFFIX = ".sock"
-"""Suffix of the name of a socket that belongs to a segment and is stale without it."""
+_SOCKET_SUFFIX = ".sock"
 
 _ENLARGE = (
     "enlarge it (docker run --shm-size=…, an emptyDir of medium Memory in Kubernetes, or "
@@ -354,6 +353,11 @@ def _written_pages(address: int, nbytes: int) -> list[int] | None:
     return copied
 
 
+def socket_path(segment: str) -> Path:
+    """Return the path of the socket that belongs to a segment: without that one it is stale."""
+    return DIRECTORY / f"{segment}{_SOCKET_SUFFIX}"
+
+
 @dataclass(frozen=True)
 class Leftover:
     """A stale segment of `nbytes` bytes whose owner died without unlinking it, or its socket."""
@@ -405,10 +409,10 @@ def _candidates(directory: Path) -> list[Path]:
 def _stale_sockets(directory: Path) -> list[Path]:
     """List this user's sockets without a segment. A segment always exists before its socket."""
     with _mapped_errors(f"cannot list {directory}"):
-        names = sorted(name for name in os.listdir(directory) if name.endswith(SOCKET_SUFFIX))
+        names = sorted(name for name in os.listdir(directory) if name.endswith(_SOCKET_SUFFIX))
     stale = []
     for name in names:
-        segment = name.removesuffix(SOCKET_SUFFIX)
+        segment = name.removesuffix(_SOCKET_SUFFIX)
         with suppress(OSError):
             info = os.lstat(directory / name)
             own = stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid()
