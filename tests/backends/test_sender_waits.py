@@ -17,8 +17,8 @@ from tests.gpu.receiver_process import EveryDtype
 from tests.weights.fused_cases import HostKernel
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc import sender
-from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.ring import ProbeMemory
 from weightsync.shm.ring import RingWriter
 from weightsync.weights.copying import fused
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit

@@ -16,8 +16,8 @@ import torch
 import weightsync as ws
 from tests.gpu.receiver_process import EveryDtype, digests, fill, receiver_process
 from tests.weights.late_lane import LateLane
-from weightsync.backends.ipc.memory import Buckets
 from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.ring import Buckets
 from weightsync.cuda import pinning
 from weightsync.cuda.staging import StagedBuckets
 from weightsync.weights.sources.base import ModuleSource

@@ -24,9 +24,9 @@ from tests.cli.running import answer_of, weightsync
 from tests.shm.processes import OWNER, kill, line_of, private_directory, python, running
 from weightsync.backends.base import Backend, Trial
 from weightsync.backends.ipc.backend import IpcBackend
-from weightsync.backends.ipc.memory import ProbeMemory
 from weightsync.backends.nixl.backend import NixlBackend
 from weightsync.backends.registry import get_backend
+from weightsync.backends.ring import ProbeMemory
 from weightsync.backends.tcp import trial as tcp_trial
 from weightsync.backends.tcp.backend import TcpBackend
 from weightsync.cli import doctor

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.weights.late_lane import LateLane
-from weightsync.backends.ipc.memory import Buckets, stage_on_gpu
+from weightsync.backends.ipc.memory import stage_on_gpu
+from weightsync.backends.ring import Buckets
 from weightsync.cuda import pinning
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver, Pinned

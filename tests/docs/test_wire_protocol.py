@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import weightsync as ws
-from weightsync.backends.ipc import payload as ipc_payload
+from weightsync.backends import ring
 from weightsync.backends.tcp import payload as tcp_payload
 from weightsync.server import weight_router
 from weightsync.testing import TinyModel
@@ -32,7 +32,7 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Every struct that can be in a message, but for their bases."""
     found = {
         name: kind
-        for module in (messages, offers, ipc_payload, tcp_payload)
+        for module in (messages, offers, ring, tcp_payload)
         for name, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, Message) and kind not in (Message, ReplyMessage)
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync.backends.ipc.memory import Buckets, stage_on_gpu
+from weightsync.backends.ipc.memory import stage_on_gpu
+from weightsync.backends.ring import Buckets
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
 from weightsync.cuda.staging import CopyWork, CpuGpuBuffer

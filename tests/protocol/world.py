@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import weightsync as ws
 from tests.protocol.strangers import Stranger
 from tests.protocol.trainers import NAMES, Contents, Offering, SourceFailed, Trainer
-from weightsync.backends.ipc.payload import IpcInit
+from weightsync.backends.ring import IpcInit
 from weightsync.shm.segment import DIRECTORY, live_segments
 from weightsync.testing import Fault, FleetMember, InProcessFleet
 from weightsync.wire.codec import decode_payload

@@ -28,7 +28,7 @@ from tests.soak.malformed import (
     whole_update,
 )
 from tests.soak.sizes import sizes
-from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.backends.tcp.payload import RelayedUpdate, TcpInit
 from weightsync.queues import tensor_packets
 from weightsync.queues.codec import MessageCodec, split

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.backends.tcp.payload import HostRing, RelayedUpdate, TcpInit
 from weightsync.wire import codec
 from weightsync.wire.messages import (

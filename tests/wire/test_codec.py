@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.transports.contract import REQUESTS, UPDATE
-from weightsync.backends.ipc.payload import RingUpdate
+from weightsync.backends.ring import RingUpdate
 from weightsync.errors import ProtocolError
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest, TensorSpec

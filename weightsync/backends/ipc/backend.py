@@ -90,7 +90,7 @@ class IpcBackend(Backend):
     def offer_trial(self, path: str) -> Iterator[list[ProbeInfo]]:
         """Yield probes in the memory of every GPU, or one in a segment."""
         # Receivers do not need it.
-        from weightsync.backends.ipc.memory import ProbeMemory  # noqa: PLC0415
+        from weightsync.backends.ring import ProbeMemory  # noqa: PLC0415
 
         devices: list[torch.device | None] = [None]
         if path == "cuda_ipc":

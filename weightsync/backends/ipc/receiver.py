@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
-from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.transfer import (
     IncomingTransfer,
     OpenedMemory,
     chunked_layout,
 )
+from weightsync.backends.ring import IpcInit
 from weightsync.cuda.memory import OpenMemory, check_probe
 from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.shm.host_keys import pick

@@ -21,9 +21,7 @@ from weightsync.backends.base import (
     TransferProgress,
 )
 from weightsync.backends.ipc.memory import (
-    Buckets,
     PackedStream,
-    ProbeMemory,
     in_place_hashers,
     memory_names,
     register,
@@ -31,7 +29,7 @@ from weightsync.backends.ipc.memory import (
     storage_info,
     unreleased,
 )
-from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.backends.ring import Buckets, IpcInit, ProbeMemory, RingUpdate
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.memory import PROBE_NBYTES
 from weightsync.cuda.staging import StagedBuckets

@@ -13,7 +13,7 @@ import torch
 
 from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.lending import DeliveryPlan, Lent
-from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
 from weightsync.cuda.wait import wait_for

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from weightsync.backends.ipc.payload import IpcInit, RingUpdate
+from weightsync.backends.ring import IpcInit, RingShape, RingUpdate
 from weightsync.wire.offers import (
     KeyedHandle,
     Message,
@@ -31,16 +31,6 @@ class Peer(Message, frozen=True, kw_only=True):
     place: Annotated[int, Meta(ge=-1, le=1 << 32)]
     address: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
-
-
-class RingShape(Message, frozen=True, kw_only=True):
-    """The sizes of the ring that a receiver creates for its host, as of the sender's ring."""
-
-    num_readers: Annotated[int, Meta(ge=1, le=4096)]
-    entries: Annotated[int, Meta(ge=1, le=1 << 32)]
-    unit_nbytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
-    num_buckets: Annotated[int, Meta(ge=1, le=1024)]
-    bucket_nbytes: Annotated[int, Meta(ge=64, le=1 << 40)]
 
 
 class Membership(Message, frozen=True, kw_only=True):

@@ -16,18 +16,10 @@ import torch
 from msgspec.structs import replace
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
-from weightsync.backends.ipc.memory import Buckets, ProbeMemory
-from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.receiver import IpcWeightTransferEngine
+from weightsync.backends.ring import Buckets, IpcInit, ProbeMemory, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
-from weightsync.backends.tcp.payload import (
-    HostRing,
-    Membership,
-    Peer,
-    RelayedUpdate,
-    RingShape,
-    TcpInit,
-)
+from weightsync.backends.tcp.payload import HostRing, Membership, Peer, RelayedUpdate, TcpInit
 from weightsync.backends.tcp.relay import HostRelay, RelayUpdate
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control

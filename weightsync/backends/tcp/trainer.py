@@ -31,8 +31,8 @@ from weightsync.backends.base import (
     TransferProgress,
     decode_payload,
 )
-from weightsync.backends.ipc.payload import IpcInit
 from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.ring import IpcInit, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
 from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.payload import (
@@ -41,7 +41,6 @@ from weightsync.backends.tcp.payload import (
     Membership,
     Peer,
     RelayedUpdate,
-    RingShape,
     TcpInit,
 )
 from weightsync.backends.tcp.receiver import MEMBER_READER, init_of
