@@ -40,6 +40,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.report import DeltaReport, ReceiverReport, SyncReport
+from weightsync.runtime.provided import provide as _provide
 from weightsync.specs import Manifest, TensorSpec
 
 if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no modules of the sender
@@ -131,6 +132,8 @@ __all__ = [
     "register_backend",
     "send_weights",
 ]
+
+_provide("source", "weightsync.integrations.vllm.source:described_source")
 
 _MODULES = {
     "backends.base": ("Backend", "TrainerWeightTransferEngine", "WeightTransferEngine"),

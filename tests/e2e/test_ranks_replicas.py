@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import weightsync as ws
 from tests.crew import Crew, crew
+from tests.integrations.test_vllm_source import Described
 from tests.weights import trainer_models
-from tests.weights.test_described_source import Described
 from weightsync.ranks import replicas
 from weightsync.ranks.comm import join_ranks
 from weightsync.ranks.replicas import ReplicaCheck

@@ -116,8 +116,8 @@ def test_what_one_extra_lacks_stops_no_other(answers: dict[tuple[str, str], Answ
     assert answers[INDIFFERENT, ALL] is None
 
 
-OURS_AT_ONCE = {"errors", "report", "specs"}
-LATER = ("http", "weightsync.transports.vllm", "weightsync.transports.sglang")
+OURS_AT_ONCE = {"errors", "report", "runtime", "runtime.provided", "specs"}
+LATER = ("http", "weightsync.integrations")
 
 
 def loaded_by(code: str, *, before: str = "") -> set[str]:

@@ -26,10 +26,10 @@ from weightsync.weights.copying.fingerprint import mix64
 from weightsync.weights.copying.shards import gather, gathered_device
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
-    DescribedSource,
     IterableSource,
     ModuleSource,
     SourceWatch,
+    SplitSource,
     WeightSource,
     checked,
     groups_of,
@@ -209,7 +209,7 @@ class CollectiveSource:
             self._ranks.agree(error)
 
 
-def join_parts(source: DescribedSource, ranks: RankComm) -> None:
+def join_parts(source: SplitSource, ranks: RankComm) -> None:
     """Have the ranks of a source exchange their tensors where they hold different ones. Collective.
 
     The first rank that holds a tensor broadcasts its bytes to the others of `process_group`. Raises

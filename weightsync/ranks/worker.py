@@ -73,9 +73,9 @@ from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.shards import gather
 from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, pairs_of
 from weightsync.weights.sources.base import (
-    DescribedSource,
     NamedTensors,
     Snapshot,
+    SplitSource,
     WeightSource,
     checked_pairs,
 )
@@ -110,7 +110,7 @@ class RankWorker:
         self._check_finite: CheckFinite = check_finite
         self._ranks = ranks
         described = innermost(source)
-        if isinstance(described, DescribedSource):
+        if isinstance(described, SplitSource):
             join_parts(described, ranks)
         self._snapshot: Snapshot | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None

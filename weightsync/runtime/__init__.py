@@ -1,1 +1,1 @@
-"""The process around weightsync: its exit, its parent, its optimizers, its tracebacks."""
+"""What is around weightsync: the process (exit, parent, optimizers, tracebacks), integrations."""

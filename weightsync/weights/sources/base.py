@@ -16,6 +16,7 @@ from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
 from weightsync.runtime import optimizer_steps
 from weightsync.runtime.optimizer_steps import StepWindow, storage_address, stored_at
+from weightsync.runtime.provided import provided
 from weightsync.specs import Manifest, TensorSpec, changes, rounds
 from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.copying.layout import layer_of as layer_of  # noqa: PLC0414  # with groups_of
@@ -226,7 +227,7 @@ class WeightSource(Protocol):
     these change while it is sent, or where `changed`, which any source may have, then names some.
     Any source may have `rounded`, the original dtypes by name of the tensors that it casts to a
     floating-point dtype that is not larger: receivers that keep such a tensor in more digits than
-    it has any more are named in a warning.
+    it has any more are named in a warning. One whose ranks hold different tensors is a SplitSource.
     """
 
     @property
@@ -520,37 +521,29 @@ class IterableSource:
         return tuple(specs)
 
 
-class DescribedSource(IterableSource):
-    """The tensors of an iterable object that describes them itself: vLLM's `WeightSource`.
+class SplitSource(IterableSource):
+    """An IterableSource of which each rank may hold other tensors.
 
-    `metadata()` lists all of them, with `name`, `dtype` (torch's) and full `shape`, in the order of
-    iteration; it is read once. Each update iterates anew. Ranks that hold different tensors have
-    `held_names()`: such a rank iterates over the names of its `groups()` alone, and yields None for
-    those that it does not hold. `held` has the places of its names in the manifest, None for all;
-    `join` gets them to the other ranks.
+    `whole` are the names and full shapes of all tensors, on any device, also the meta device: the
+    callable is not called for the manifest. `held` has the positions in `whole` of those that this
+    rank holds, None for all. The callable yields the others on the meta device; `join` gets them
+    from the ranks that hold them.
     """
 
     def __init__(
         self,
-        described: Any,
+        factory: Callable[[], NamedTensors],
+        whole: Sequence[tuple[str, torch.Tensor]],
+        held: Sequence[int] | None,
         *,
         dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        self._described = described
-        self._metadata = _metadata_of(described)
-        held = described.held_names() if hasattr(described, "held_names") else None
-        self.held: list[int] | None = None
+        self.held = held
+        self._whole_model = whole
         self._join: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-        if held is not None:
-            if not hasattr(described, "groups"):
-                raise ConfigError(f"a {type(described).__name__} has held_names() and no groups()")
-            names = frozenset(held)
-            self.held = [i for i, meta in enumerate(self._metadata) if meta.name in names]
-            self._iterated = frozenset(name for group in described.groups() for name in group)
-            _check_held(names, self._iterated, self._metadata)
-        super().__init__(self._whole, dtype=dtype, rename=rename)
-        self._yields_meta = self.held is not None  # of what other ranks hold
+        super().__init__(factory, dtype=dtype, rename=rename)
+        self._yields_meta = held is not None
 
     def join(self, share: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Have `share` return each full tensor: a collective of the ranks that hold its parts.
@@ -576,67 +569,10 @@ class DescribedSource(IterableSource):
 
     def _describe(self, _: NamedTensors) -> tuple[TensorSpec, ...]:
         specs = tuple(
-            spec_of(self._rename(meta.name), _unheld(meta), self._dtype) for meta in self._metadata
+            spec_of(self._rename(name), tensor, self._dtype) for name, tensor in self._whole_model
         )
-        self.rounded = rounded_by(specs, [meta.dtype for meta in self._metadata])
+        self.rounded = rounded_by(specs, [tensor.dtype for _, tensor in self._whole_model])
         return specs
-
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a tensor for every name, on the meta device where this rank does not hold it."""
-        given = iter(self._described)
-        if self.held is None:
-            yield from given
-            return
-        held = frozenset(self.held)
-        for i, meta in enumerate(self._metadata):
-            if meta.name not in self._iterated:
-                yield meta.name, _unheld(meta)
-                continue
-            pair = next(given, None)
-            if pair is None:
-                return
-            name, tensor = pair
-            if tensor is None and i in held and name == meta.name:
-                raise ManifestMismatchError(
-                    f"the source yields None for {name!r}, which its held_names() has",
-                    missing=[name],
-                )
-            yield name, _unheld(meta) if tensor is None else tensor
-        yield from given
-
-
-def _metadata_of(described: Any) -> list[Any]:
-    """Return the descriptions of a source's tensors. Raises ConfigError for what is none."""
-    metadata = list(described.metadata() or ())
-    for meta in metadata:
-        name, shape = getattr(meta, "name", None), getattr(meta, "shape", None)
-        is_named = isinstance(name, str) and isinstance(getattr(meta, "dtype", None), torch.dtype)
-        is_sized = isinstance(shape, Sequence) and all(isinstance(n, int) and n >= 0 for n in shape)
-        if not (is_named and is_sized):
-            raise ConfigError(
-                f"metadata() of a {type(described).__name__} has {meta!r}, and not name, dtype "
-                "(torch's) and shape of a tensor"
-            )
-    return metadata
-
-
-def _unheld(meta: Any) -> torch.Tensor:
-    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
-
-
-def _check_held(held: frozenset[str], iterated: frozenset[str], metadata: Sequence[Any]) -> None:
-    unknown = sorted(held - {meta.name for meta in metadata})
-    if unknown:
-        raise ManifestMismatchError(
-            f"held_names() of the source has names that its metadata() lacks: {shorten(unknown)}",
-            unexpected=unknown,
-        )
-    left_out = sorted(held - iterated)
-    if left_out:
-        raise ManifestMismatchError(
-            f"groups() of the source leaves out names of its held_names(): {shorten(left_out)}",
-            missing=left_out,
-        )
 
 
 class StateDictSource(IterableSource):
@@ -848,7 +784,9 @@ def _diverges(
 def as_source(
     source: object, *, dtype: Dtype | None = None, rename: Rename | None = None
 ) -> WeightSource:
-    """Return a WeightSource for a module, a state dict, a callable, or a WeightSource, also vLLM's.
+    """Return a WeightSource for a module, a state dict, a callable, or a WeightSource.
+
+    Also for an object that an integration knows as the source of another system.
 
     Raises ConfigError for anything else, also for a generator: it is exhausted after one update.
     """
@@ -862,8 +800,8 @@ def as_source(
                 "a WeightSource names and casts its own tensors; leave out dtype/rename"
             )
         return source  # type: ignore[return-value]  # a protocol, checked by its members above
-    if callable(getattr(source, "metadata", None)) and isinstance(source, Iterable):
-        return DescribedSource(source, dtype=dtype, rename=rename)
+    if (made := provided("source")(source, dtype=dtype, rename=rename)) is not None:
+        return cast("WeightSource", made)
     if callable(source):
         return IterableSource(source, dtype=dtype, rename=rename)
     raise ConfigError(

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import weightsync as ws
 from tests.crew import Crew, crew
-from weightsync.weights.sources.base import DescribedSource, as_source
+from weightsync.integrations.vllm.source import DescribedSource
+from weightsync.weights.sources.base import as_source
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""What `weightsync.integrations` provides to lower layers, which call it by its role.
+
+`weightsync/__init__.py` says where it is. It is imported at its first use, so that no layer below
+knows another system by name, and `import weightsync` loads none of it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+Role = Literal["source"]
+"""`source(given, dtype=, rename=)` returns a WeightSource of another system's object, or None."""
+
+_places: dict[Role, str] = {}
+
+
+def provide(role: Role, place: str) -> None:
+    """Set where the object of a role is: "package.module:name"."""
+    _places[role] = place
+
+
+@cache
+def provided(role: Role) -> Any:
+    """Return the object of a role, imported at the first call."""
+    module, _, name = _places[role].partition(":")
+    return getattr(import_module(module), name)
