@@ -42,10 +42,10 @@ LAYERS = (
     layer("errors", "specs", "report", mutual=True, stdlib_only=True),
     layer("runtime"),
     layer("wire", ban="torch"),
-    layer("profiling", "tensors"),
+    layer("tensors"),
     layer("shm", "arguments"),
     layer("cuda"),
-    layer("weights"),
+    layer("profiling", "weights"),
     layer("backends", "transports"),
     layer("observe"),
     layer("ranks"),
@@ -229,6 +229,72 @@ def test_no_backend_is_known_by_name(folder: str) -> None:
         if named.match(target)
     ]
     assert found == []
+
+
+CUDA_PACKAGES = ("triton", "torch.cuda", "cuda", "pycuda", "cupy", "pynvml")
+"""Packages that call a CUDA driver, or compile for one."""
+
+
+def cuda_use(node: ast.AST) -> str | None:
+    """Return what an expression uses of CUDA; imports are looked at by `cuda_calls`."""
+    if isinstance(node, ast.Attribute):
+        if node.attr == "is_cuda":
+            return "uses is_cuda"
+        if node.attr == "cuda" and getattr(node.value, "id", "") == "torch":
+            return "uses torch.cuda"
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "CDLL":
+        names = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]
+        if any(name.startswith(("libcuda", "libnvidia", "libnvrtc")) for name in names):
+            return "loads a library of CUDA"
+    return None
+
+
+def cuda_calls(source: str, module: str) -> list[str]:
+    """Return one line for each use of CUDA: torch.cuda, is_cuda, Triton, bindings of a driver."""
+    found = []
+    for line, target in imports(source, module, is_package=False):
+        if target in CUDA_PACKAGES or target.startswith(tuple(f"{p}." for p in CUDA_PACKAGES)):
+            found.append((line, f"imports {target}"))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found += [(node.lineno, "imports torch.cuda") for a in node.names if a.name == "cuda"]
+        elif isinstance(node, ast.expr) and (use := cuda_use(node)) is not None:
+            found.append((node.lineno, use))
+    return [f"{module}:{line} {what}" for line, what in sorted(found)]
+
+
+def test_cuda_is_called_in_one_room_only() -> None:
+    found = [
+        line
+        for path in FILES
+        if not path.is_relative_to(ROOT / "cuda")
+        for line in cuda_calls(path.read_text(), module_name(path))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("torch.cuda.synchronize(device)", "uses torch.cuda"),
+        ("on_gpu = tensor.is_cuda", "uses is_cuda"),
+        ("import torch.cuda.nvtx", "imports torch.cuda.nvtx"),
+        ("from torch import cuda", "imports torch.cuda"),
+        ("from torch.cuda import synchronize", "imports torch.cuda"),
+        ("import_module('torch.cuda')", "imports torch.cuda"),
+        ("import triton.language as tl", "imports triton.language"),
+        ("from cuda.bindings import runtime", "imports cuda.bindings"),
+        ("ctypes.CDLL('libcudart.so.12')", "loads a library of CUDA"),
+    ],
+)
+def test_a_planted_call_of_cuda_is_found(source: str, what: str) -> None:
+    planted = f"def f():\n    {source}"
+    assert cuda_calls(planted, "weightsync.queues.codec") == [f"weightsync.queues.codec:2 {what}"]
+
+
+def test_placement_is_no_call_of_cuda() -> None:
+    source = "from weightsync.cuda import devices\non_gpu = tensor.device.type == 'cuda'\n"
+    assert cuda_calls(source + "built = torch.version.cuda", "weightsync.queues.codec") == []
 
 
 def public_names() -> set[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from weightsync.cuda import devices
 from weightsync.errors import BackendUnavailableError, ConfigError
 
 SETTING = "WEIGHTSYNC_PROFILE"
@@ -32,7 +32,7 @@ def scope_for(setting: str) -> Scope:
     kind = setting.strip().lower() or "off"
     if kind not in _SCOPES:
         raise ConfigError(f"{SETTING} is {setting!r}; wanted {', '.join(_SCOPES)} or nothing")
-    if kind == "nvtx" and not torch.cuda.is_available():
+    if kind == "nvtx" and not devices.is_available():
         raise BackendUnavailableError(
             f"{SETTING} is nvtx, and torch finds no CUDA GPU; use record_function"
         )
@@ -43,17 +43,11 @@ def _recorded(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name)
 
 
-@contextmanager
-def _nvtx(name: str) -> Iterator[None]:
-    nvtx: Any = torch.cuda.nvtx  # untyped in torch
-    nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        nvtx.range_pop()
-
-
-_SCOPES: dict[str, Scope] = {"off": nullcontext, "record_function": _recorded, "nvtx": _nvtx}
+_SCOPES: dict[str, Scope] = {
+    "off": nullcontext,
+    "record_function": _recorded,
+    "nvtx": devices.nvtx_range,
+}
 
 
 @functools.cache

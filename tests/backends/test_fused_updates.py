@@ -10,9 +10,9 @@ from torch import nn
 
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
+from weightsync.cuda.tiles import Tiles
 from weightsync.weights.copying import fused
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit, Memory
-from weightsync.weights.copying.fused import Tiles
 from weightsync.weights.sinks.base import Apply
 from weightsync.weights.sources.packer import Packer
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weightsync.cuda.tiles import Kernel, Tiles
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.copying.checksums import WORD
 from weightsync.weights.copying.copy_plan import (
@@ -21,8 +22,6 @@ from weightsync.weights.copying.fingerprint import mix64, mixed_rows
 from weightsync.weights.copying.fused import (
     Batch,
     FusedUnit,
-    Kernel,
-    Tiles,
     chunk_batches,
     fuse,
     hashers,

@@ -20,13 +20,13 @@ from tests.protocol import plants
 from tests.protocol.plants import TENSOR_NBYTES, Plant, Scene
 from tests.weights import triton_process
 from tests.weights.fused_cases import Case, HostKernel, check_case, host_mix64
+from weightsync.cuda.tiles import TILE_WORDS
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.copying import fused
 from weightsync.weights.copying.checksums import WORD
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit
 from weightsync.weights.copying.fingerprint import mix64
 from weightsync.weights.copying.fused import (
-    TILE_WORDS,
     Batch,
     PairCopies,
     chunk_batches,

@@ -15,7 +15,7 @@ def interpret() -> None:
 
 def check_interpreted(cases: list[Case]) -> None:
     """Raise AssertionError if the results of Triton's interpreter are wrong."""
-    from weightsync.weights.copying import triton_kernels as kernels
+    from weightsync.cuda import triton_kernels as kernels
 
     for case in cases:
         check_case(case, kernels, "cpu")
@@ -25,7 +25,7 @@ def sum_lines_interpreted(counts: list[int]) -> None:
     """Raise AssertionError if Triton's interpreter adds up lines in another way than torch."""
     import torch
 
-    from weightsync.weights.copying import triton_kernels as kernels
+    from weightsync.cuda import triton_kernels as kernels
     from weightsync.weights.lines import memory as lines
 
     for count in counts:
@@ -40,7 +40,7 @@ def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, s
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from weightsync.weights.copying import triton_kernels as kernels
+    from weightsync.cuda import triton_kernels as kernels
 
     kernel: Any = kernels._mix_tiles
     constants = {

@@ -13,6 +13,7 @@ from weightsync.cuda import handles
 from weightsync.cuda.memory import PROBE_NBYTES, probe_digest
 from weightsync.cuda.pinning import Driver, Pinned
 from weightsync.cuda.staging import CopyStream, StagedBuckets
+from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import ConfigError
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
@@ -148,7 +149,7 @@ class ProbeMemory:
         self._tensor: torch.Tensor | None = None
         if device is not None:
             self._tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-            torch.cuda.synchronize(device)
+            wait_for_all_streams([device])
         else:
             self._segment = Segment.create(PROBE_NBYTES)
             self._segment.buffer[:] = content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -34,6 +33,7 @@ from weightsync.cli.child import Child
 from weightsync.cli.doctor_helper import Gpu, TrialAnswer
 from weightsync.cli.output import FAILED, OK, ending, one_line, print_json
 from weightsync.cli.terminal import text_console
+from weightsync.cuda.devices import driver_version
 from weightsync.cuda.handles import expandable_setting, has_gpu, is_gpu_attached
 from weightsync.errors import BackendUnavailableError, SegmentError, WeightSyncError
 from weightsync.integrations.sglang.files import list_homes, remove_stale_homes
@@ -450,7 +450,7 @@ def check_gpus() -> Sequence[Finding]:
         seen = "an NVIDIA GPU is attached, and torch finds none"
         remedy = "check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus"
         return [problem("gpu", seen, remedy)]
-    return [*map(judge_gpu, gpus), judge_driver(_driver_version(), cuda)]
+    return [*map(judge_gpu, gpus), judge_driver(driver_version(), cuda)]
 
 
 def judge_gpu(gpu: Gpu) -> Finding:
@@ -473,17 +473,6 @@ def judge_driver(driver: tuple[int, int] | None, built_for: str) -> Finding:
             "driver", seen, f"update the driver, or install a torch for CUDA {driver[0]}"
         )
     return ok("driver", seen)
-
-
-def _driver_version() -> tuple[int, int] | None:
-    try:
-        get_version = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion
-    except (OSError, AttributeError):
-        return None
-    version = ctypes.c_int()
-    if get_version(ctypes.byref(version)):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 def check_allocator() -> Finding:

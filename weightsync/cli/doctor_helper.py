@@ -68,14 +68,13 @@ def _send_answer(send: Send, call: Callable[[], Any]) -> None:
 
 def list_gpus(send: Send) -> None:
     """Send a list of the GPUs that torch sees."""
-    import torch  # noqa: PLC0415  # as above
-
+    from weightsync.cuda.devices import describe  # noqa: PLC0415  # as above
     from weightsync.cuda.handles import local_gpu_keys  # noqa: PLC0415  # as above
 
     gpus = []
     for key, ordinal in local_gpu_keys().items():
-        found = torch.cuda.get_device_properties(ordinal)
-        gpus.append(Gpu(ordinal=ordinal, key=key, name=found.name, total_nbytes=found.total_memory))
+        name, nbytes = describe(ordinal)
+        gpus.append(Gpu(ordinal=ordinal, key=key, name=name, total_nbytes=nbytes))
     send(msgspec.json.encode(gpus))
 
 

@@ -1,4 +1,4 @@
-"""Code that calls a CUDA driver: IPC handles, pinned memory, events, staging.
+"""All code that calls CUDA: devices, waits, IPC handles, pinned memory, staging and kernels.
 
-None of it has run on a GPU; `pytest -m gpu tests/gpu` tests it there.
+`pytest -m gpu` tests it on a GPU; elsewhere the tests put stand-ins in the place of the driver.
 """

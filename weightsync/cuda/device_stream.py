@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from weightsync.cuda.wait import wait_for_stream
 from weightsync.tensors import as_bytes
 
 _PLACE: Sequence[Callable[[torch.Tensor], object]] = (
@@ -94,7 +95,7 @@ class DeviceStream:
 
     def wait(self) -> None:
         """Wait for the device's current stream: for the copies, and the trainer's kernels on it."""
-        torch.cuda.current_stream(self._device).synchronize()
+        wait_for_stream(self._device)
 
     def close(self) -> None:
         """Free the buffers and drop the trainer's storages. Receivers have closed before."""

@@ -20,7 +20,7 @@ class OpenMemory:
 
     Valid until `close`; a CUDA handle is opened once, and its memory is given back when the tensor
     and all views of it are gone. Raises HandleError for handles that cannot be opened, and
-    SegmentError for segments. CUDA handles have never been opened on a GPU.
+    SegmentError for segments.
     """
 
     def __init__(self, handle: Handle) -> None:

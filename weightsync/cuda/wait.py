@@ -42,4 +42,16 @@ def wait_for(devices: Iterable[torch.device]) -> None:
     """
     for device in set(devices):
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+            wait_for_stream(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait on the host for the calling thread's current stream of this GPU."""
+    torch.cuda.current_stream(device).synchronize()
+
+
+def wait_for_all_streams(devices: Iterable[torch.device]) -> None:
+    """Wait on the host for all work on each of these GPUs; ignores devices that are not GPUs."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

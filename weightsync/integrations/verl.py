@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from weightsync.arguments import MAX_TIMEOUT_S
 from weightsync.backends.registry import choose_backends
+from weightsync.cuda import devices
 from weightsync.errors import (
     ConfigError,
     ManifestMismatchError,
@@ -242,14 +243,11 @@ def taken_as_here(weights: Iterable[NamedTensor], stop: threading.Event) -> Iter
     TransferCancelled once `stop` is set.
     """
     gradients = torch.is_grad_enabled()
-    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    stream = torch.cuda.current_stream() if on_gpu else None
+    use_stream = devices.carried_stream()
 
     def taken() -> Iterator[NamedTensor]:
         torch.set_grad_enabled(gradients)  # for the rest of a thread of one send
-        if stream is not None:
-            torch.cuda.set_device(stream.device)
-            torch.cuda.set_stream(stream)
+        use_stream()
         for pair in weights:
             if stop.is_set():
                 raise TransferCancelled("the step was cancelled")
@@ -347,7 +345,7 @@ class RolloutReceiver:
     """
 
     def __init__(self, options: Options) -> None:
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = options.device or str(devices.default())
         self._timeout_s = options.timeout_s
         self._token = secrets.token_urlsafe(32)
         self._socket = listen(node_address(), 0)

@@ -16,7 +16,7 @@ from weightsync.backends.ipc.lending import DeliveryPlan, Lent
 from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
-from weightsync.cuda.wait import wait_for
+from weightsync.cuda.wait import wait_for, wait_for_all_streams
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
@@ -141,14 +141,14 @@ class HookFeeder:
         self._pass_due(due)
         for part, flat in waiting:  # in memory that is free now
             self._keep(part, flat)
-        _wait_for_copies(bucket.device)
+        # A hook has enqueued copies that read the bucket.
+        wait_for_all_streams([bucket.device])
 
     def deliver_whole(self, memory: Memory) -> None:
         """Pass all tensors of registered memory to the hook at once."""
         self._arrived = dict(enumerate(memory.tensors))
         self._pass(range(len(memory.tensors)))
-        for device in {tensor.device for tensor in memory.tensors}:
-            _wait_for_copies(device)
+        wait_for_all_streams(tensor.device for tensor in memory.tensors)
 
     def finish(self) -> None:
         """Pass the remaining tensors without bytes to the hook."""
@@ -241,12 +241,6 @@ def _written(tensors: Sequence[NamedTensor], before: Sequence[int] | None) -> Se
     if before is None or after is None:
         return [pair for pair in tensors if pair[1].device.type == "cpu"]
     return [pair for pair, old, new in zip(tensors, before, after, strict=True) if old != new]
-
-
-def _wait_for_copies(device: torch.device) -> None:
-    """Wait for copies that a hook has enqueued, before the memory of their source is released."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 _DEVICE = operator.attrgetter("device")

@@ -18,6 +18,7 @@ import torch
 
 from weightsync.backends.base import Endpoint, Reach, Trial
 from weightsync.backends.tcp.backend import TcpBackend
+from weightsync.cuda import devices
 from weightsync.errors import BackendUnavailableError, install_hint
 
 if TYPE_CHECKING:
@@ -103,11 +104,11 @@ def _ucx_trials(chosen: str | None) -> list[Trial]:
     remedy = "unset UCX_TLS and UCX_NET_DEVICES, so that UCX chooses from all that it finds"
     own = "on this host (UCX_TLS unset)" if chosen is None else f"as it is set (UCX_TLS={chosen})"
     trials = [Trial(path="nixl", title=own, remedy=remedy)]
-    gpu = f",{CUDA}" if torch.cuda.is_available() else ""
+    gpu = f",{CUDA}" if devices.is_available() else ""
     remedies = {f"tcp,self{gpu}": "check the network interfaces (ip link) and UCX_NET_DEVICES"}
-    if devices := _rdma_devices():
+    if links := _rdma_devices():
         rdma = (
-            f"check the links of {', '.join(devices)} (ibv_devinfo), /dev/infiniband in the "
+            f"check the links of {', '.join(links)} (ibv_devinfo), /dev/infiniband in the "
             "container, and the limit of locked memory (ulimit -l)"
         )
         remedies = {"^sm": rdma, f"rc,self{gpu}": rdma, **remedies}

@@ -25,6 +25,7 @@ import torch
 from weightsync.backends.nixl.backend import CUDA
 from weightsync.backends.tcp.connection import Check, Connection, Frame, FrameKind
 from weightsync.backends.tcp.window import NO_BYTES, Data, Pieces
+from weightsync.cuda import devices
 from weightsync.errors import BackendUnavailableError, ProtocolError, TransferError
 
 logger = logging.getLogger(__name__)
@@ -342,7 +343,7 @@ class NixlCarrier:
 
 def _make_agent() -> Any:
     hint = ""
-    if torch.cuda.is_available() and _lacks_cuda(os.environ.get("UCX_TLS", "all")):
+    if devices.is_available() and _lacks_cuda(os.environ.get("UCX_TLS", "all")):
         hint = f" (with a GPU it needs {CUDA}: add it to UCX_TLS, or unset UCX_TLS)"
     with _errors(f"NIXL{hint}", BackendUnavailableError):
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  # the extra `nixl`

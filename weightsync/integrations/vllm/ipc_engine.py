@@ -25,6 +25,7 @@ from weightsync.backends.base import LoadContext, Received
 from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda import handles
 from weightsync.cuda.handles import local_gpu_keys
+from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -344,7 +345,7 @@ def _unpacked(pairs: NamedTensors, exports_host: bool) -> Generator[_Message]:
         manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in kept))
         flats = [as_bytes(tensor) for _, tensor in kept]
         # An empty tensor has no GPU memory to export.
-        on_host = [not flat.is_cuda or not flat.numel() for flat in flats]
+        on_host = [flat.device.type != "cuda" or not flat.numel() for flat in flats]
         segment = None
         if any(on_host) and exports_host:
             nbytes = sum(aligned(flat.numel()) for flat in compress(flats, on_host))
@@ -360,7 +361,7 @@ def _unpacked(pairs: NamedTensors, exports_host: bool) -> Generator[_Message]:
                 segment.tensor(at, flat.numel()).copy_(flat)
                 handles.append(_host_handle(segment, at))
                 at += aligned(flat.numel())
-        _synchronize(flats)
+        wait_for_all_streams(flat.device for flat in flats)
         fingerprints = [to_hex(mix64(flat)) for flat in flats]
         if all(on_host):
             _check_unchanged(watch.end())  # the exported memory is a copy from here on
@@ -384,7 +385,9 @@ def _packed(pairs: NamedTensors, limit: int, exports_host: bool) -> Generator[_M
     try:
         for group, is_last in _groups(pairs, limit):
             manifest = Manifest(tuple(spec_of(name, tensor) for name, tensor in group))
-            device = next((t.device for _, t in group if t.is_cuda), torch.device("cpu"))
+            device = next(
+                (t.device for _, t in group if t.device.type == "cuda"), torch.device("cpu")
+            )
             exported = exports_host or device.type == "cuda"
             if exported and (bucket is None or not bucket.fits(manifest.nbytes, device)):
                 if bucket is not None:
@@ -427,7 +430,7 @@ class _Bucket:
             fingerprints.append(to_hex(mix64(flat)))
             at += flat.numel()
             group[i] = (name, part)
-        _synchronize([self._memory])
+        wait_for_all_streams([self._memory.device])
         segment = self._segment
         handle = _host_handle(segment, 0) if segment else _gpu_handle(self._memory)
         return _Export(handles=[handle], fingerprints=fingerprints)
@@ -467,11 +470,6 @@ def _host_handle(segment: Segment, offset: int) -> KeyedHandle:
 def _gpu_handle(flat: torch.Tensor) -> KeyedHandle:
     exported = handles.export(flat)
     return {exported.device: exported}
-
-
-def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
 
 
 # Delivery

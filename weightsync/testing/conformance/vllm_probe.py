@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import get_model
 
+from weightsync.cuda import devices
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.testing.held import Held
 
@@ -42,8 +42,8 @@ class Probe:
         held = Held.now()
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         nbytes = held.rss_nbytes
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
+        if devices.is_available():
+            free, total = devices.memory()
             nbytes += total - free
         return {
             "descriptors": held.fds,

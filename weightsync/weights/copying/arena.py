@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from weightsync.cuda import devices
 from weightsync.errors import TransferError
 from weightsync.shm.segment import ask_for_huge_pages, populate
 from weightsync.weights.copying.layout import ALIGNMENT
@@ -69,7 +70,7 @@ def available(device: torch.device) -> int:
     reclaim count as free.
     """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return devices.memory(device)[0]
     return min([_kilobytes("MemAvailable:"), *_group_rooms(_CGROUPS, _OWN_CGROUP)])
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
 from weightsync.cuda.staging import CopyWork, CudaCopyStream
+from weightsync.cuda.tiles import TILE_WORDS, Kernel, Tiles
 from weightsync.tensors import as_bytes, as_integers
 from weightsync.weights.copying.checksums import MASK, WORD, settled
 from weightsync.weights.copying.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
@@ -25,11 +26,6 @@ from weightsync.weights.copying.layout import Chunk, StreamLayout
 
 logger = logging.getLogger(__name__)
 
-FIELDS = 8
-"""Columns of a tile: source and target address, bytes read, bytes stored, words mixed, position of
-the first word, index of the sum, unused."""
-TILE_WORDS = 8192
-"""Words of one tile, the work of one program: 64 KiB, thousands of programs for a bucket."""
 _WIDEST = 16
 """Bytes of the widest load and store."""
 _TRIAL_NBYTES = (64 << 10) + 5
@@ -49,12 +45,6 @@ class Segment:
     words: int
     first: int
     sum: int
-
-
-Tiles = dict[int, torch.Tensor]
-"""Tables of tiles (`int64[tiles, FIELDS]`), by the alignment of source and target in bytes.
-
-They hold addresses and keep no memory alive."""
 
 
 def tile(segments: Iterable[Segment], device: torch.device, *, fills: bool) -> Tiles:
@@ -127,13 +117,6 @@ def segments_of(
         segments.append(Segment(source.data_ptr(), target, nbytes, words, at, index))
         at += words
     return segments
-
-
-class Kernel(Protocol):
-    """The interface of the module `kernels`."""
-
-    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
-        """Enqueue the work of all tiles; see `kernels.launch`."""
 
 
 class Batch:
@@ -413,7 +396,7 @@ def _proved(device: torch.device) -> Kernel | None:
     Tried once for each device of a process; a failure is one warning.
     """
     try:
-        kernel: Kernel = cast(Any, import_module("weightsync.weights.copying.triton_kernels"))
+        kernel: Kernel = cast(Any, import_module("weightsync.cuda.triton_kernels"))
         source = torch.arange(_TRIAL_NBYTES, device=device).to(torch.uint8)
         target = torch.zeros_like(source)
         batch = Batch([DeviceCopyUnit((target,), (source,), ())], kernel)

@@ -165,7 +165,7 @@ def touched(layout: StreamLayout, marks: Marks) -> list[int]:
 def _kernels_of(device: torch.device) -> ModuleType | None:
     """Return the Triton kernels, None where they do not sum lines as torch does."""
     try:
-        from weightsync.weights.copying import triton_kernels as found  # noqa: PLC0415  # imports triton
+        from weightsync.cuda import triton_kernels as found  # noqa: PLC0415  # imports triton
 
         words = torch.arange(8 * 300, device=device)
         mixed = mixed_words(words, torch.arange(57, 57 + words.numel(), device=device))
@@ -191,7 +191,7 @@ def line_sums(flat: torch.Tensor, first: int) -> torch.Tensor:
     if flat.data_ptr() % 8 or flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat.view(torch.int64)
-    compiled = _kernels_of(flat.device) if flat.is_cuda else None
+    compiled = _kernels_of(flat.device) if flat.device.type == "cuda" else None
     if compiled is not None:
         return cast("torch.Tensor", compiled.line_sums(words, first))
     sums = []

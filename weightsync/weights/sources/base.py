@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from weightsync.arguments import Dtype, as_dtype
+from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
 from weightsync.runtime import optimizer_steps
 from weightsync.runtime.optimizer_steps import StepWindow, storage_address, stored_at
@@ -687,8 +688,7 @@ class Snapshot:
                 with torch.no_grad():
                     self._copies[i].copy_(tensor.detach())
         # Another thread reads them, on streams of its own.
-        for device in {tensor.device for tensor in self._copies if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        wait_for(tensor.device for tensor in self._copies)
         self._is_whole = True
 
     def drop(self) -> None:

@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 
 from weightsync.cuda.staging import CopyWork, StagedBuckets
+from weightsync.cuda.wait import wait_for_stream
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
 from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, from_bytes, is_plain
@@ -186,12 +187,12 @@ class Packer:
             return
         # A source may write its next tensor into the same pinned host memory.
         place = from_bytes(target, spec) if whole else target
-        place.copy_(source, non_blocking=source.is_cuda and not self._on_host)
+        place.copy_(source, non_blocking=not self._on_host and source.device.type == "cuda")
 
     def _complete(self, j: int, *, verify: bool) -> list[int]:
         fingerprints = self._fingerprints(j) if verify else []
         if not self._on_host:
-            torch.cuda.current_stream(self._buckets[0].device).synchronize()
+            wait_for_stream(self._buckets[0].device)
         return fingerprints
 
     def _compile(self, tensors: Sequence[torch.Tensor]) -> list[HostCopies]:

@@ -1,7 +1,7 @@
 """Triton kernels that copy bytes and fingerprint them as `mix64` does, in one pass.
 
 Imported only where CUDA memory is copied or fingerprinted. `launch` works on a table of tiles
-(`fused.Tiles`), so that one launch covers thousands of tensors; `line_sums` has the sums of lines,
+(`tiles.Tiles`), so that one launch covers thousands of tensors; `line_sums` has the sums of lines,
 by which deltas are found.
 """
 
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.weights.copying.fused import FIELDS, TILE_WORDS, Tiles
+from weightsync.cuda.tiles import FIELDS, TILE_WORDS, Tiles
 
 BLOCK_WORDS = 2048
 """Words that one program reads at a time: 16 KiB."""
