@@ -23,6 +23,8 @@ STYLE: Any = {  # matplotlib's type of it lists every setting
     "axes.spines.right": False,
 }
 AXIS = "times as long as one plain copy (log scale)"
+LONGEST = 4.0
+"""Where the axis of the README's chart ends, in multiples of its shortest bar."""
 MAIN_RIVAL = "weightsync/unpacked/staged"
 SCHEMES: dict[str, dict[str, str]] = {
     "light": {"card": "#ffffff", "text": "#1f2328", "ours": "#0969da", "theirs": "#8c959f"},
@@ -53,7 +55,10 @@ def draw(results: Results, directory: Path, main: str) -> list[tuple[str, str]]:
 
 
 def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure | None:
-    """Draw the README's chart: weightsync with default settings, and the best of each rival."""
+    """Draw the README's chart: weightsync with default settings, and the best of each rival.
+
+    Bars that are longer than the axis are cut, so that the others can be told apart.
+    """
     measured = _measured(results, main, 1)
     best: dict[str, Row] = {}
     for row in sorted(measured, key=lambda row: row.ratio.median):
@@ -67,12 +72,18 @@ def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure 
     figure, axes = _figure(6, 0.6 + 0.26 * len(rows))
     figure.set_facecolor(colours["card"])
     axes.set_facecolor(colours["card"])
+    end = LONGEST * min(row.ratio.median for row in rows)
     for place, row in enumerate(rows):
         colour = colours["ours" if RIVALS[row.rival].ours else "theirs"]
-        axes.barh(place, row.ratio.median, color=colour, height=0.7)
+        length = min(row.ratio.median, end)
+        axes.barh(place, length, color=colour, height=0.7)
+        if row.ratio.median > end:
+            for gap in (0.94, 0.96):
+                ends = (gap * end - 0.02 * end, gap * end + 0.02 * end)
+                axes.plot(ends, (place - 0.5, place + 0.5), color=colours["card"], linewidth=2.5)
         axes.annotate(
             f"{row.ratio.median:.2f}",
-            (row.ratio.median, place),
+            (length, place),
             textcoords="offset points",
             xytext=(4, 0),
             va="center",
@@ -80,11 +91,14 @@ def overview(results: Results, main: str, colours: Mapping[str, str]) -> Figure 
         )
     names = [f"weightsync, {r.way}" if RIVALS[r.rival].ours else _label(r) for r in rows]
     axes.set_yticks(range(len(rows)), [name.partition(" (")[0] for name in names])
-    axes.set_xticks([])
-    axes.spines["bottom"].set_visible(False)
-    axes.spines["left"].set_color(colours["theirs"])
+    axes.set_xlim(0, end)
+    axes.set_xticks(range(int(end) + 1))
+    axes.axvline(1, color=colours["text"], linewidth=0.8, linestyle=":")
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(colours["theirs"])
     axes.tick_params(axis="y", length=0, labelcolor=colours["text"])
-    title = f"{WORKLOADS[main]().title}, multiples of one plain copy (less is better)"
+    axes.tick_params(axis="x", color=colours["theirs"], labelcolor=colours["text"])
+    title = f"{WORKLOADS[main]().title}: times as long as one plain copy (less is better)"
     figure.suptitle(title, color=colours["text"], fontsize=10)
     return figure
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables benchmarks/results.json
 
-Only the text between the markers is replaced. Every figure in the README links to its row.
+Only the text between the markers is replaced. Every line of the README's table links to its line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ COLUMNS = (
     (PACKED, "verified"),
 )
 README_WORKLOADS = (MAIN, "smollm2", "qwen3-8b-w8", "qwen3-30b-a3b-w16", "4K-37000")
-MANY_TENSORS = 2_000
 VALUE_NBYTES, LINE_NBYTES = 2, 64
 HEAD = ("way", "x memcpy", "min", "max", "ms", "copy, ms", "rounds")
 COMMAND = "make bench"
@@ -69,15 +68,14 @@ def replace(path: Path, name: str, text: str) -> None:
 
 
 def page(results: Results, pictures: Sequence[tuple[str, str]]) -> str:
-    """Return the part of docs/performance.md: machine, summary, plots, every row."""
+    """Return the part of docs/performance.md: machine, plots, a summary, every way."""
     parts = [
         where(results),
         *(f"![{title}](images/{name})" for name, title in pictures),
         *by_workload(results),
-        *by_readers(results),
+        *every_way(results),
+        *other_workloads(results),
         *deltas(results),
-        "### Every row",
-        *(every_row(results, workload, readers) for workload, readers in groups(results)),
     ]
     return "\n\n".join(parts)
 
@@ -126,7 +124,7 @@ def by_workload(results: Results) -> Iterator[str]:
         if any(ours):
             lines.append(
                 (
-                    WORKLOADS[workload]().title,
+                    f'<a id="{place(workload)}"></a>{WORKLOADS[workload]().title}',
                     *(cell(row) for row in ours),
                     f"{cell(best)} ({title(best)})" if best else "",
                     ahead(ours[1::2], best),
@@ -143,92 +141,137 @@ def by_workload(results: Results) -> Iterator[str]:
         yield table(head, lines)
 
 
-def by_readers(results: Results) -> Iterator[str]:
-    """Yield one line per rival and way, and a column per number of readers."""
+def every_way(results: Results) -> Iterator[str]:
+    """Yield the table of the main workload, fastest first: one reader, then more of them."""
     main = main_workload(results)
-    rows = [row for row in results.rows if row.workload == main]
-    counts = sorted({row.readers for row in rows})
-    if len(counts) < 2:
+    counts = sorted({readers for workload, readers in groups(results) if workload == main})
+    if not counts:
         return
-    ways = dict.fromkeys((row.rival, row.way) for row in rows if row.readers == counts[-1])
+    rows = fastest_first(results, main, counts[0])
+    more = [f"{count} readers" for count in counts[1:]]
+    lines = [
+        (*full(row), *(cell(results.find(main, n, row.rival, row.way)) for n in counts[1:]))
+        for row in rows
+    ]
+    yield f"### Every way: {heading(rows[0])}"
+    yield wrapped(
+        "Multiples of the plain copy; medians, and least and most of one reader's rounds."
+    )
+    yield table((*HEAD, *more), lines)
+
+
+def other_workloads(results: Results) -> Iterator[str]:
+    """Yield the table of all other workloads: a line per way, a column per workload."""
+    main = main_workload(results)
+    names = [name for name, count in groups(results) if count == 1 and name != main]
+    rows = [row for row in results.rows if row.workload in names and row.readers == 1]
+    if not rows:
+        return
+    ways = dict.fromkeys((row.rival, row.way) for row in sorted(rows, key=fastest))
     lines = [
         (
-            f"{RIVALS[rival].title}, {way}",
-            *(cell(results.find(main, count, rival, way)) for count in counts),
+            title(next(row for row in rows if (row.rival, row.way) == (rival, way))),
+            *(cell(results.find(name, 1, rival, way)) for name in names),
         )
         for rival, way in ways
     ]
-    yield "### One, two and four readers"
-    yield table((WORKLOADS[main]().title, *map(str, counts)), lines)
+    yield "### Other sizes and models, one reader"
+    yield wrapped("Medians, multiples of the plain copy; a dash has its reason below.")
+    yield table(("way", *(short(name) for name in names)), lines)
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.failed:
+            said = f"{title(row)} ({short(row.workload)})"
+            reasons.setdefault(plain(row.failed), []).append(said)
+    if reasons:
+        yield "\n".join(item(f"{', '.join(said)}: {why}") for why, said in reasons.items())
 
 
-def every_row(results: Results, workload: str, readers: int) -> str:
-    """Return the table of one workload and number of readers, fastest first, failures last."""
-    rows = fastest_first(results, workload, readers)
-    many = rows[0].tensors >= MANY_TENSORS
-    more = ("us a tensor over the copy",) if many else ()
-    return f"{heading(rows[0])}\n\n{table((*HEAD, *more), [full(r, many) for r in rows])}"
+def fastest(row: Row) -> float:
+    """Return what sorts a row: its ratio, after all others where it has none."""
+    return float("inf") if row.failed else row.ratio.median
+
+
+def short(workload: str) -> str:
+    """Return the title of a workload for the head of a column."""
+    return WORKLOADS[workload]().title.replace(" in 300 bf16 tensors", "")
 
 
 def deltas(results: Results) -> Iterator[str]:
     """Yield the part about workloads of which few values change, if there are such rows."""
-    found = groups(results, changing=True)
-    tables = [changing_rows(results, workload, readers) for workload, readers in found]
-    if tables:
-        yield "### Few values change: deltas, and the codings of others"
-        yield wrapped(
-            "Some values change between updates, by one unit in the last place at random, or as "
-            "recorded in steps of reinforcement learning. weightsync sends the lines of 64 bytes "
-            "that changed, or coded values as if to another host. An HTTP body has what changed, "
-            "coded as the named library does it: written anew and in place, not verified."
+    found = list(groups(results, changing=True))
+    if not found:
+        return
+    yield "### Few values change: deltas, and the codings of others"
+    yield wrapped(
+        "Some values change between updates, by one unit in the last place at random, or as "
+        "recorded in steps of reinforcement learning. weightsync sends the lines of 64 bytes "
+        "that changed, or coded values as if to another host. An HTTP body has what changed, "
+        "coded as the named library does it: written anew and in place, not verified. A cell has "
+        "the multiple of the plain copy, and the bytes sent for each value that changed."
+    )
+    rows = [row for group in found for row in fastest_first(results, *group)]
+    ways = dict.fromkeys((row.rival, row.way) for row in rows)
+    lines = [
+        (
+            title(next(row for row in rows if (row.rival, row.way) == (rival, way))),
+            *(sent(results.find(*group, rival, way)) for group in found),
         )
-        yield from tables
+        for rival, way in ways
+    ]
+    yield table(("way", *(f"{short(name)}, {counted(count)}" for name, count in found)), lines)
+    yield "\n".join(item(changed(results, *group)) for group in found)
 
 
-def changing_rows(results: Results, workload: str, readers: int) -> str:
-    """Return the table of one workload of which few values change."""
+def changed(results: Results, workload: str, readers: int) -> str:
+    """Return the size of a workload of which few values change, and the share that does."""
     rows = fastest_first(results, workload, readers)
-    said = heading(rows[0])
+    said = f"{short(workload)}, {counted(readers)}: {size(rows[0])}"
     if known := [row for row in rows if row.changed_values]:
         values, lines = known[0].changed_values, known[0].changed_lines
         said += (
             f"; {values / (known[0].nbytes / VALUE_NBYTES):.1%} of the values change, "
             f"in {lines / (known[0].nbytes / LINE_NBYTES):.1%} of the lines"
         )
-    lines_of = [(*full(row, many=False), *sent(row)) for row in rows]
-    return f"{said}\n\n{table((*HEAD, 'MB to a reader', 'bytes for each value'), lines_of)}"
+    return said
 
 
-def sent(row: Row) -> tuple[str, str]:
-    """Return the cells about the bytes of an update."""
-    if row.failed or not row.changed_values:
-        return "", ""
-    return f"{row.sent_nbytes / 1e6:.1f}", f"{row.sent_nbytes / row.changed_values:.2f}"
+def sent(row: Row | None) -> str:
+    """Return the cell about an update of which few values change."""
+    if row is None or row.failed or not row.changed_values:
+        return cell(row)
+    return f"{cell(row)} ({row.sent_nbytes / row.changed_values:.2f})"
+
+
+def counted(readers: int) -> str:
+    """Return a number of readers in words."""
+    return f"{readers} reader{'s' if readers > 1 else ''}"
 
 
 def heading(row: Row) -> str:
-    """Return the heading of the table of a row's workload and readers, and its size."""
-    plural = "s" if row.readers > 1 else ""
-    return (
-        f"#### {WORKLOADS[row.workload]().title}, {row.readers} reader{plural}\n\n"
-        f"{row.nbytes / 1e6:.0f} MB, {row.tensors:,} tensors, {row.dtype}"
-    )
+    """Return the heading of the table of a row's workload, and its size."""
+    return f"{WORKLOADS[row.workload]().title}\n\n{size(row)}."
+
+
+def size(row: Row) -> str:
+    """Return the size of a row's workload."""
+    return f"{row.nbytes / 1e6:.0f} MB, {row.tensors:,} tensors, {row.dtype}"
 
 
 def fastest_first(results: Results, workload: str, readers: int) -> list[Row]:
     """Return the rows of one workload and number of readers, failures last."""
     rows = [row for row in results.rows if (row.workload, row.readers) == (workload, readers)]
-    return sorted(rows, key=lambda row: (bool(row.failed), 0 if row.failed else row.ratio.median))
+    return sorted(rows, key=fastest)
 
 
-def full(row: Row, many: bool) -> tuple[str, ...]:
+def full(row: Row) -> tuple[str, ...]:
     """Return the cells of one row; a failure has its reason where figures would be."""
     named = f'<a id="{anchor(row)}"></a>{title(row)}'
     if row.failed:
-        return (named, f"no figure: {plain(row.failed)}", *[""] * (6 if many else 5))
+        return (named, f"no figure: {plain(row.failed)}", *[""] * 5)
     ratio = row.ratio
     took, copy = statistics.median(row.update), statistics.median(row.memcpy)
-    cells = [
+    return (
         named,
         f"{ratio.median:.2f}",
         f"{ratio.least:.2f}",
@@ -236,26 +279,22 @@ def full(row: Row, many: bool) -> tuple[str, ...]:
         f"{took * 1e3:.1f}",
         f"{copy * 1e3:.1f}",
         str(len(row.update)),
-    ]
-    return tuple([*cells, f"{(took - copy) / row.tensors * 1e6:.1f}"] if many else cells)
+    )
 
 
 def readme(results: Results) -> str:
-    """Return the README's part: a line per workload, each figure a link to its row."""
+    """Return the README's part: a line per workload, a link to its line here."""
     machine = results.machine
     page_name = "docs/performance.md"
-
-    def link(row: Row | None) -> str:
-        return f"[{cell(row)}]({page_name}#{anchor(row)})" if row else ""
-
     head = ("what moved", "unpacked", "verified", "packed", "verified", "best of the others")
     lines = []
     for workload in README_WORKLOADS:
         ours = [results.find(workload, 1, *column) for column in COLUMNS]
         best = best_of_others(results, workload, 1)
         if any(ours):
-            other = f"{link(best)} {title(best)}" if best else ""
-            lines.append((WORKLOADS[workload]().title, *map(link, ours), other))
+            named = f"[{WORKLOADS[workload]().title}]({page_name}#{place(workload)})"
+            other = f"{cell(best)} {title(best)}" if best else ""
+            lines.append((named, *map(cell, ours), other))
     said = wrapped(
         "Whole updates to one reader as multiples of copying the same parameters once inside one "
         f"process, medians of one run of `{COMMAND}` ({machine['cores']} cores, no GPU; "
@@ -310,14 +349,24 @@ def title(row: Row) -> str:
     return f"{entry.title}, {row.way}" if len(entry.ways) > 1 else entry.title
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, **indents: str) -> str:
     """Return text in lines of 120 columns."""
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 def anchor(row: Row) -> str:
     """Return the anchor of a row."""
-    return re.sub(r"[^a-z0-9]+", "-", row.key.lower()).strip("-")
+    return place(row.key)
+
+
+def item(text: str) -> str:
+    """Return an item of a list in lines of 120 columns."""
+    return wrapped(text, initial_indent="- ", subsequent_indent="  ")
+
+
+def place(name: str) -> str:
+    """Return the anchor of a workload's line, or of a row's."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def plain(text: str) -> str:
