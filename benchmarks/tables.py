@@ -349,9 +349,16 @@ def title(row: Row) -> str:
     return f"{entry.title}, {row.way}" if len(entry.ways) > 1 else entry.title
 
 
-def wrapped(text: str, **indents: str) -> str:
-    """Return text in lines of 120 columns."""
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False, **indents)
+def wrapped(text: str, first: str = "", others: str = "") -> str:
+    """Return text in lines of 120 columns, each after its indent."""
+    return textwrap.fill(
+        text,
+        120,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def anchor(row: Row) -> str:
@@ -361,7 +368,7 @@ def anchor(row: Row) -> str:
 
 def item(text: str) -> str:
     """Return an item of a list in lines of 120 columns."""
-    return wrapped(text, initial_indent="- ", subsequent_indent="  ")
+    return wrapped(text, "- ", "  ")
 
 
 def place(name: str) -> str:

@@ -372,7 +372,7 @@ def test_who_takes_too_long_is_a_row_with_the_reason(shm_clean: None) -> None:
 def test_who_does_not_fit_is_a_row_with_the_reason() -> None:
     (row,) = compare.measure(TOY, Trial("4G-300", 64, ("tmpfs",)))
     assert re.fullmatch(r"needs about \d+ GiB of memory, \d+ GiB are free", row.failed)
-    assert "no figure: needs about" in tables.full(row, many=False)[1]
+    assert "no figure: needs about" in tables.full(row)[1]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
