@@ -79,7 +79,6 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("README.md", "text"): (1, "what tests/docs/test_readme.py compares with a run of the program"),
     ("docs/concepts.md", "text"): (1, "a drawing of the states of an update"),
     ("docs/errors.md", "text"): (1, "the tree; tests/docs/test_errors.py compares it"),
-    ("docs/guarantees.md", "text"): (2, "what runs of an hour printed"),
     ("docs/quickstart.md", "text"): (1, "what the program above it prints"),
     ("docs/scaling.md", "text"): (1, "a formula"),
     ("docs/serving.md", "text"): (2, "what runs by hand printed"),
