@@ -136,7 +136,7 @@ dist-check: $(DIST_STAMP)
 	$(DIST_BIN)/python tests/packaging/dist_check.py --torch '$(TORCH)' $(ARGS)
 
 demo: $(STAMP)
-	$(BIN)/weightsync demo $(ARGS)
+	$(BIN)/python -m examples.demo $(ARGS)
 
 # Continues unfinished results; Ctrl-C writes pages of the rows so far. ARGS="--preset full"
 # takes hours. Pages of kept results: python -m benchmarks.tables FILE

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.cli.demo_trainer import TASKS, Event, Server, Step, train
+from examples.demo.trainer import TASKS, Event, Server, Step, train
 from weightsync.serve.model import load_model
 
 MODEL = "smollm2"

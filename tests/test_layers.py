@@ -534,7 +534,7 @@ def test_a_module_of_no_layer_is_refused() -> None:
         ("weightsync.weights.sinks.base", "import torch\nfrom weightsync.weights import layout"),
         ("weightsync.sender", "from weightsync.update.fleet import Fleet"),
         ("weightsync.server.router", "import fastapi\nimport weightsync as ws"),
-        ("weightsync.cli.demo", "from weightsync.serve.model import load"),
+        ("weightsync.cli.serve", "from weightsync.serve.model import load"),
         ("weightsync", "from weightsync.receiver import WeightReceiver"),
         ("weightsync", "if TYPE_CHECKING:\n    from weightsync.integrations import trl"),
         ("weightsync", "def __getattr__(n):\n    return import_module('weightsync.server')"),

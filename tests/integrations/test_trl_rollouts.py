@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import weightsync as ws
+from examples.demo.trainer import Server
 from tests.integrations.tiny_trl import PROMPTS, grpo, grpo_trainer, lower, prompts, sft, texts
 from tests.serve.servers import server
-from weightsync.cli.demo_trainer import Server
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.integrations.trl_rollouts import _batches, _groups
 from weightsync.serve.model import make_tiny_model

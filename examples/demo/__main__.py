@@ -1,7 +1,13 @@
-"""`weightsync demo`: a real model is trained by reinforcement while a server generates with it."""
+"""A real model is trained by reinforcement while a server generates with it.
+
+    python -m examples.demo --help
+
+Run in the root of a clone, as `make demo` does.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -17,9 +23,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weightsync.cli.app import require
+from examples.demo.trainer import Proof, Ready, Step, decode_event
 from weightsync.cli.child import Child
-from weightsync.cli.demo_trainer import Proof, Ready, Step, decode_event
+from weightsync.cli.figures import BLUE, VIOLET, counted, draw_line, name, panels
 from weightsync.cli.output import FAILED, describe, ending, print_json
 from weightsync.errors import ConfigError, RemoteError, WeightSyncError
 from weightsync.report import DeltaReport
@@ -36,6 +42,8 @@ _URL = re.compile(rb"https?://[\w.\-]+:\d+")
 
 E = TypeVar("E", Ready, Step, Proof)
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `demo-report.json`."""
@@ -49,6 +57,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[Step]
 
 
+@app.command()
 def demo(
     model: Annotated[
         Literal["smollm2", "tiny"],
@@ -65,7 +74,6 @@ def demo(
     console = Console(stderr=json_)
     with ending(as_json=json_):
         _check_out(out)
-        require("demo", "matplotlib")
         try:
             report = run_demo(console, model, steps, port)
         except WeightSyncError as exc:
@@ -119,7 +127,7 @@ def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
         url = stack.enter_context(server).find(_URL, START_TIMEOUT_S)
         console.print(f"server: {model} at {url}", markup=False)
         options = (model, url, str(steps))
-        trainer = Child("trainer", "weightsync.cli.demo_trainer", *options, environment=environment)
+        trainer = Child("trainer", "examples.demo.trainer", *options, environment=environment)
         ready, made, proof = _follow(console, stack.enter_context(trainer), steps)
     return DemoReport(
         model=ready.model,
@@ -193,15 +201,6 @@ def write_report(report: DemoReport, file: Path) -> None:
 
 def write_plot(steps: Sequence[Step], file: Path) -> None:
     """Draw rewards, and the update after each step."""
-    from weightsync.cli.figures import (  # noqa: PLC0415 - matplotlib is slow to import
-        BLUE,
-        VIOLET,
-        counted,
-        draw_line,
-        name,
-        panels,
-    )
-
     gbps = sum(step.nbytes for step in steps) / max(sum(step.sync_s for step in steps), 1e-9) / 1e9
     note = (
         f"{len(steps)} steps; {steps[-1].nbytes / 1e6:.1f} MB by {steps[-1].path} after each, "
@@ -216,3 +215,8 @@ def write_plot(steps: Sequence[Step], file: Path) -> None:
     name(updates, "time to send the weights, ms")
     updates.set_xlabel("step")
     figure.savefig(file)
+
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    app()

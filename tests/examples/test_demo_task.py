@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
+from examples.demo.trainer import TASKS, Learner, advantages, completion_logprobs
 from tests.serve.stepping import completions as completed
-from weightsync.cli.demo_trainer import TASKS, Learner, advantages, completion_logprobs
 from weightsync.serve.messages import SamplingParams
 from weightsync.serve.model import make_tiny_model
 from weightsync.serve.requests import Completion
