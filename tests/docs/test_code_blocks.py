@@ -82,8 +82,6 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/quickstart.md", "text"): (1, "what the program above it prints"),
     ("docs/scaling.md", "text"): (1, "a formula"),
     ("docs/serving.md", "text"): (2, "what runs by hand printed"),
-    ("docs/verl.md", "text"): (1, "what make test-verl printed"),
-    ("docs/vllm.md", "text"): (1, "what make test-vllm printed"),
 }
 """What is no code: how many blocks on a page, and what they are."""
 
