@@ -31,6 +31,7 @@ from weightsync.errors import (
     UpdateConflictError,
     VerificationError,
 )
+from weightsync.integrations.vllm.handles import HandlesUpdate
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment, live_segments
@@ -46,7 +47,6 @@ from weightsync.wire.messages import (
     CheckRequest,
     EmptyUpdate,
     FinishRequest,
-    HandlesUpdate,
     InitRequest,
     LabelRequest,
     PauseRequest,

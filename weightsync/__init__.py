@@ -134,6 +134,7 @@ __all__ = [
 ]
 
 _provide("source", "weightsync.integrations.vllm.source:described_source")
+_provide("update", "weightsync.integrations.vllm.handles:HandlesUpdate")
 
 _MODULES = {
     "backends.base": ("Backend", "TrainerWeightTransferEngine", "WeightTransferEngine"),

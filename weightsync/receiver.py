@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from weightsync.arguments import as_seconds
-from weightsync.backends.ipc.handles import receive_handles
 from weightsync.backends.registry import known_endpoints
 from weightsync.cuda.handles import device_keys
 from weightsync.errors import ConfigError, ProtocolError
@@ -135,7 +134,6 @@ class WeightReceiver:
             Senders(device_keys(self.sink.device)),
             apply=apply,
             lease_s=lease_s,
-            receive_handles=receive_handles,
             version=version,
             clear_cache=on_clear_cache,
             on_commit=on_commit,

@@ -14,6 +14,7 @@ import pytest
 import weightsync as ws
 from weightsync.backends import ring
 from weightsync.backends.tcp import payload as tcp_payload
+from weightsync.integrations.vllm import handles
 from weightsync.server import weight_router
 from weightsync.testing import TinyModel
 from weightsync.wire import messages, offers, problem
@@ -32,9 +33,9 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Every struct that can be in a message, but for their bases."""
     found = {
         name: kind
-        for module in (messages, offers, ring, tcp_payload)
+        for module in (messages, offers, ring, tcp_payload, handles)
         for name, kind in inspect.getmembers(module, inspect.isclass)
-        if issubclass(kind, Message) and kind not in (Message, ReplyMessage)
+        if issubclass(kind, Message) and kind not in (Message, ReplyMessage, messages.ForeignUpdate)
     }
     return {**found, "Problem": problem.Problem}
 

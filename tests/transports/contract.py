@@ -25,6 +25,7 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
+from weightsync.integrations.vllm.handles import HandlesUpdate
 from weightsync.transports.base import Transport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -34,7 +35,6 @@ from weightsync.wire.messages import (
     FetchReply,
     FetchRequest,
     FinishRequest,
-    HandlesUpdate,
     InitReply,
     InitRequest,
     LabelRequest,

@@ -22,6 +22,7 @@ from weightsync.errors import (
     TransferError,
     VerificationError,
 )
+from weightsync.integrations.vllm.handles import HandlesUpdate
 from weightsync.receiver import WeightReceiver, as_sink
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
@@ -39,7 +40,7 @@ from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.shards import local_of
 from weightsync.weights.sinks.base import Apply, LoadTarget
 from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
-from weightsync.wire.messages import HandlesUpdate, StepReply, UpdateRequest
+from weightsync.wire.messages import StepReply, UpdateRequest
 from weightsync.wire.offers import SegmentHandle
 
 Way = Literal["pointer", "copy", "in_place"]

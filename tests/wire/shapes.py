@@ -13,13 +13,13 @@ import msgspec
 
 from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.backends.tcp.payload import HostRing, RelayedUpdate, TcpInit
+from weightsync.integrations.vllm.handles import HandlesUpdate
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALLS,
     REPLIES,
     CheckReply,
     EmptyUpdate,
-    HandlesUpdate,
     InitReply,
     RegisteredUpdate,
     Status,
@@ -47,6 +47,7 @@ REQUESTED: tuple[type[msgspec.Struct], ...] = (
 )
 ANSWERED: tuple[type[msgspec.Struct], ...] = (*dict.fromkeys(REPLIES.values()), HostRing, Problem)
 _PAYLOADS = {
+    ("UpdateRequest", "update_info"): (RegisteredUpdate, HandlesUpdate, EmptyUpdate),
     ("InitInfo", "payload"): SENT,
     ("RegisteredUpdate", "payload"): SENT,
     ("ProbeRequest", "payload"): SENT,

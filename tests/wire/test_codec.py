@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tests.transports.contract import REQUESTS, UPDATE
 from weightsync.backends.ring import RingUpdate
 from weightsync.errors import ProtocolError
+from weightsync.integrations.vllm.handles import HandlesUpdate
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.wire import codec
@@ -21,7 +22,6 @@ from weightsync.wire.messages import (
     CheckReply,
     EmptyUpdate,
     FinishRequest,
-    HandlesUpdate,
     InitReply,
     RegisteredUpdate,
     Request,

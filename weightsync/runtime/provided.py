@@ -10,8 +10,12 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-Role = Literal["source"]
-"""`source(given, dtype=, rename=)` returns a WeightSource of another system's object, or None."""
+Role = Literal["source", "update"]
+"""What a role is:
+
+- `source(given, dtype=, rename=)`: a WeightSource of another system's object, or None.
+- `update`: the ForeignUpdate that receivers accept.
+"""
 
 _places: dict[Role, str] = {}
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
+from weightsync.runtime.provided import provided
 from weightsync.server.auth import check_authorization
 from weightsync.server.dispatcher import (
     DEFAULT_MAX_BODY_NBYTES,
@@ -23,6 +24,7 @@ from weightsync.transports.tokens import check_token_text
 from weightsync.wire.messages import (
     CALLS,
     REPLIES,
+    ForeignUpdate,
     Status,
     StatusRequest,
     UpdateInfo,
@@ -59,7 +61,8 @@ def schema_of(kind: Any) -> Schema:
 
 def _update_schema() -> Schema:
     # msgspec has no schema for a union of untagged structs; the codec decides by their fields.
-    infos = {"anyOf": [schema_of(kind) for kind in get_args(UpdateInfo)]}
+    kinds = (provided("update") if kind is ForeignUpdate else kind for kind in get_args(UpdateInfo))
+    infos = {"anyOf": [schema_of(kind) for kind in kinds]}
     fields = msgspec.structs.fields(UpdateRequest)
     properties = {
         field.encode_name: infos if field.name == "update_info" else schema_of(field.type)

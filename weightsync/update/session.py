@@ -48,7 +48,7 @@ from weightsync.wire.messages import (
     DeltaTerms,
     EmptyUpdate,
     FinishRequest,
-    HandlesUpdate,
+    ForeignUpdate,
     OpenUpdate,
     PrepareRequest,
     RegisteredUpdate,
@@ -74,10 +74,6 @@ _CLOSE_S = 10.0
 """The longest time that `close` waits for a running step, whose end closes the engines then."""
 
 
-ReceiveHandles = Callable[[HandlesUpdate, list[str], LoadContext], Received]
-"""Loads the tensors of a message that carries their handles; the keys are the receiver's."""
-
-
 class ReceiverSession:
     """Owns the state of one receiver, and executes the messages of updates. Thread-safe.
 
@@ -97,7 +93,6 @@ class ReceiverSession:
         *,
         apply: ApplyChoice,
         lease_s: float,
-        receive_handles: ReceiveHandles,
         version: int = 0,
         clear_cache: Callable[[], None] | None = None,
         on_commit: OnCommit | None = None,
@@ -119,7 +114,6 @@ class ReceiverSession:
         )
         self._closed = False
         self._claims = FleetClaims(self.lifecycle, senders, lease_s)
-        self._receive_handles = receive_handles
         self._clear_cache = clear_cache
         self._on_commit = on_commit
         self._lease_s = lease_s
@@ -657,8 +651,9 @@ class ReceiverSession:
         context = self._load_context(incoming)
         if isinstance(info, EmptyUpdate):
             return Received(Manifest(()))
-        if not isinstance(info, RegisteredUpdate):
-            return self._receive_handles(info, self.senders.keys, context)
+        if isinstance(info, ForeignUpdate):
+            loaded: Received = info.receive(self.senders.keys, context)
+            return loaded
         self.senders.get(info.sender)
         incoming.sender = info.sender
         offered = self.senders.manifest(info.sender)

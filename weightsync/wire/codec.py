@@ -8,16 +8,16 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.runtime.provided import provided
 from weightsync.specs import Manifest
 from weightsync.wire.messages import (
     CALL_OF,
     CALLS,
-    NO_PICKLES,
     PROTOCOL,
     PROTOCOL_MIN,
     REPLIES,
     EmptyUpdate,
-    HandlesUpdate,
+    ForeignUpdate,
     InitRequest,
     Protocols,
     RegisteredUpdate,
@@ -70,10 +70,9 @@ class _StatusShape(msgspec.Struct):
 
 
 class _UpdateShape(msgspec.Struct):
-    """The fields of an update_info that choose its type."""
+    """The field of an update_info that chooses its type."""
 
     registered: bool = False
-    ipc_handles_pickled: object = None
 
 
 def encode(message: Message) -> bytes:
@@ -151,17 +150,14 @@ def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
     )
 
 
-def manifest_from_wire(
-    message: ManifestMessage | HandlesUpdate,
-) -> Manifest:
+def manifest_from_wire(message: ManifestMessage) -> Manifest:
     """Return the manifest of columns. Raises ProtocolError, which names the wrong entry."""
-    aliases, field = {}, "update_info"
-    if isinstance(message, ManifestMessage):
-        aliases, field = message.aliases, "manifest"
     try:
-        return Manifest.from_columns(message.names, message.dtype_names, message.shapes, aliases)
+        return Manifest.from_columns(
+            message.names, message.dtype_names, message.shapes, message.aliases
+        )
     except ConfigError as exc:
-        raise ProtocolError(f"{field}: {exc}") from exc
+        raise ProtocolError(f"manifest: {exc}") from exc
 
 
 def parse_init_info(data: object) -> InitInfo | None:
@@ -199,12 +195,10 @@ def parse_update_info(data: object) -> UpdateInfo:
     """Return the typed update info of a dict. Raises ProtocolError with the path of an error."""
     if _is_empty(data):
         return EmptyUpdate()
-    shape = _convert(data, _UpdateShape)
-    if shape.ipc_handles_pickled is not None:  # whatever the other fields are
-        raise ProtocolError(f"update_info.{NO_PICKLES}")
-    if shape.registered:
+    if _convert(data, _UpdateShape).registered:
         return _convert(data, RegisteredUpdate)
-    return _convert(data, HandlesUpdate)
+    kind: type[ForeignUpdate] = provided("update")
+    return kind.parse(data)
 
 
 def _is_empty(data: object) -> bool:
@@ -285,4 +279,4 @@ def _invalid(kind: type, exc: Exception) -> ProtocolError:
 
 prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
 prepare(InitInfo)
-prepare(_InitShape, _StatusShape, _UpdateShape, RegisteredUpdate, HandlesUpdate, EmptyUpdate)
+prepare(_InitShape, _StatusShape, _UpdateShape, RegisteredUpdate, EmptyUpdate)

@@ -5,8 +5,7 @@ A steady update is two of them, UpdateRequest (carrying start and prepare) and F
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from msgspec import UNSET, Meta, UnsetType
 
@@ -15,15 +14,12 @@ from weightsync.report import Apply, SyncReport, Verification
 from weightsync.wire.offers import (
     BackendName,
     InitInfo,
-    KeyedHandle,
     ManifestMessage,
     Message,
     Name,
     OwnerStatus,
     ProbeRequest,
     ReplyMessage,
-    Shape,
-    Size,
     UpdateId,
     Version,
 )
@@ -163,60 +159,30 @@ class RegisteredUpdate(Message, frozen=True, kw_only=True):
     registered: Literal[True]
 
 
-NO_PICKLES = (
-    "ipc_handles_pickled: pickled handles are never read here, since a pickle runs code; send with "
-    "weightsync: ws.send_weights(named_tensors, to=this_server)"
-)
+class ForeignUpdate(Message, frozen=True):
+    """An update_info in the shape of another system's messages; it comes without an init.
 
-
-class HandlesUpdate(Message, frozen=True, kw_only=False):
-    """Handles in the message itself; known to users as IPCWeightTransferUpdateInfo.
-
-    `ipc_handles` is a list of one handle per tensor; `packed`, one handle for a buffer in which
-    the tensors lie one after another, `tensor_sizes` bytes each. `fingerprints` are mix64 of each
-    tensor, 16 hex digits. Raises ConfigError (a ValueError) where the fields do not fit together.
+    Its one subclass is what `provided("update")` of weightsync.runtime.provided returns.
     """
 
-    names: list[Name]
-    dtype_names: list[str]
-    shapes: list[Shape]
-    ipc_handles: list[KeyedHandle] | KeyedHandle | None = None
-    ipc_handles_pickled: str | None = None
-    tensor_sizes: list[Size] | None = None
-    packed: bool = False
-    fingerprints: list[str] | None = None
+    @classmethod
+    def parse(cls, data: object) -> Self:
+        """Return the update_info of plain data. Raises ProtocolError with the path of an error."""
+        raise NotImplementedError
 
-    def __post_init__(self) -> None:
-        if self.ipc_handles_pickled is not None:
-            raise ConfigError(NO_PICKLES)
-        if not isinstance(self.ipc_handles, dict if self.packed else list):
-            seen = "missing" if self.ipc_handles is None else f"a {type(self.ipc_handles).__name__}"
-            raise ConfigError(
-                f"ipc_handles is {seen}; packed={self.packed} needs "
-                + ("one dict, of the buffer" if self.packed else "a list, of one dict per tensor")
-            )
-        if self.packed and self.tensor_sizes is None:
-            raise ConfigError("packed=True needs tensor_sizes: the bytes of each tensor")
-        columns: dict[str, Sized | None] = {
-            "dtype_names": self.dtype_names,
-            "shapes": self.shapes,
-            "ipc_handles": None if self.packed else self.ipc_handles,
-            "tensor_sizes": self.tensor_sizes,
-            "fingerprints": self.fingerprints,
-        }
-        for label, column in columns.items():
-            if column is not None and len(column) != len(self.names):
-                raise ConfigError(
-                    f"names has {len(self.names)} entries, {label} has {len(column)}; they must "
-                    "be equally long"
-                )
+    def receive(self, keys: list[str], context: Any) -> Any:
+        """Load the tensors for a receiver with these device keys.
+
+        `context` is a LoadContext, the result a Received of weightsync.backends.base.
+        """
+        raise NotImplementedError
 
 
 class EmptyUpdate(Message, frozen=True, kw_only=True):
     """`{}`: nothing new to load."""
 
 
-UpdateInfo = RegisteredUpdate | HandlesUpdate | EmptyUpdate
+UpdateInfo = RegisteredUpdate | ForeignUpdate | EmptyUpdate
 
 
 class UpdateRequest(Message, frozen=True, kw_only=True):

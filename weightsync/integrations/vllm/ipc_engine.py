@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from weightsync.backends.base import LoadContext, Received
-from weightsync.backends.ipc.handles import receive_handles
 from weightsync.cuda import handles
 from weightsync.cuda.handles import local_gpu_keys
 from weightsync.cuda.wait import wait_for_all_streams
@@ -36,6 +35,7 @@ from weightsync.errors import (
     install_hint,
     shorten,
 )
+from weightsync.integrations.vllm.handles import HandlesUpdate
 from weightsync.ranks import comm
 from weightsync.ranks.comm import RankComm, alone, join_ranks
 from weightsync.shm.host_keys import host_key
@@ -47,7 +47,7 @@ from weightsync.weights.copying.layout import aligned
 from weightsync.weights.sinks.base import HookSink, LoadWeights
 from weightsync.weights.sources.base import SourceWatch
 from weightsync.wire import codec
-from weightsync.wire.messages import EmptyUpdate, HandlesUpdate, RegisteredUpdate, UpdateRequest
+from weightsync.wire.messages import UpdateRequest
 from weightsync.wire.offers import KeyedHandle, SegmentHandle
 from weightsync.wire.struct_types import prepare
 
@@ -166,7 +166,7 @@ class IPCWeightTransferEngine:
             info = codec.parse_update_info(data)
         except ProtocolError as exc:
             raise ConfigError(str(exc)) from exc
-        if isinstance(info, RegisteredUpdate | EmptyUpdate):
+        if not isinstance(info, HandlesUpdate):
             raise ConfigError(
                 "update_info carries no handles; give names, dtype_names, shapes and ipc_handles "
                 "here, and a registered update to a receiver"
@@ -211,7 +211,7 @@ class IPCWeightTransferEngine:
             verification="arrived",
             kept_advice="copy them in load_weights",
         )
-        return receive_handles(info, self._keys, context)
+        return info.receive(self._keys, context)
 
     def finish_weight_update(self) -> None:
         """Do nothing; `WeightReceiver` has the state machine."""
