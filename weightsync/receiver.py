@@ -22,7 +22,6 @@ from weightsync.specs import Manifest
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
 from weightsync.update.fetch_client import fetch_from, fetch_from_first
 from weightsync.update.gate import OnCommit, OnHold, OnRelease
-from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.update.senders import Senders, installed_backend
 from weightsync.update.session import ReceiverSession
@@ -58,6 +57,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRecord,
     UpdateRequest,
+    WorkerReport,
     choose_protocol,
 )
 from weightsync.wire.offers import Message

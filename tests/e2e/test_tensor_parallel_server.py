@@ -19,10 +19,9 @@ from tests.e2e.tensor_parallel import Group, Rank, group
 from tests.e2e.test_tensor_parallel import CONFIGS, make, save
 from tests.server.live import TOKEN, serving
 from weightsync.server import Workers, worker_path, workers_router
-from weightsync.update.history import WorkerReport
 from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.wire import codec
-from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequest
+from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequest, WorkerReport
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 

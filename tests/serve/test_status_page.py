@@ -42,8 +42,8 @@ from weightsync.serve.status_page import (
 )
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.router import weight_router
-from weightsync.update.history import FleetRecord, WorkerReport
 from weightsync.wire.messages import (
+    FleetRecord,
     FleetServer,
     OpenUpdate,
     Reply,
@@ -51,6 +51,7 @@ from weightsync.wire.messages import (
     SharedMemoryUsage,
     Status,
     UpdateRecord,
+    WorkerReport,
 )
 from weightsync.wire.offers import OwnerStatus
 

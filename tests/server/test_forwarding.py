@@ -8,8 +8,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.server.workers import Workers, workers_router
-from weightsync.update.history import WorkerReport
-from weightsync.wire.messages import Reply, Request, Status
+from weightsync.wire.messages import Reply, Request, Status, WorkerReport
 
 
 class InAnotherProcess:

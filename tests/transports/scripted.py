@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
@@ -18,6 +17,7 @@ from weightsync.wire.messages import (
     SharedMemoryUsage,
     Status,
     StepReply,
+    WorkerReport,
 )
 from weightsync.wire.offers import Message
 

@@ -27,13 +27,14 @@ from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.workers import merge_statuses
-from weightsync.update.history import FleetRecord, WorkerReport
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import (
+    FleetRecord,
     OpenUpdate,
     SharedMemoryUsage,
     Status,
     UpdateRecord,
+    WorkerReport,
 )
 
 try:

@@ -12,7 +12,6 @@ import msgspec
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
 from weightsync.serve.links import DealerLinks
 from weightsync.serve.messages import REPORT_CALL
-from weightsync.update.history import WorkerReport
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
@@ -21,6 +20,7 @@ from weightsync.wire.messages import (
     Request,
     Status,
     StatusRequest,
+    WorkerReport,
 )
 from weightsync.wire.problem import Problem, from_problem
 

@@ -15,9 +15,8 @@ from starlette.requests import ClientDisconnect
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
 from weightsync.server.auth import challenge
 from weightsync.server.threads import run_limited
-from weightsync.update.history import WorkerReport
 from weightsync.wire import codec, problem
-from weightsync.wire.messages import Reply, Request, Status
+from weightsync.wire.messages import Reply, Request, Status, WorkerReport
 
 T = TypeVar("T")
 Forward = Callable[[str, bytes], bytes]

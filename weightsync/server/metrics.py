@@ -9,9 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State
-from weightsync.wire.messages import SharedMemoryUsage, Status, StepReply
+from weightsync.wire.messages import SharedMemoryUsage, Status, StepReply, WorkerReport
 
 MoreMetrics = Callable[[], Awaitable[Sequence[Metric]]]
 """Returns an app's own metrics; awaited in the app's event loop for every GET of `/metrics`."""

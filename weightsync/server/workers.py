@@ -19,7 +19,6 @@ from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Forward, Recei
 from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
 from weightsync.transports.calls import CallThreads
-from weightsync.update.history import WorkerReport
 from weightsync.update.lifecycle import State, new_update_id
 from weightsync.weights.copying.checksums import compose_all
 from weightsync.wire.messages import (
@@ -41,6 +40,7 @@ from weightsync.wire.messages import (
     StatusRequest,
     StepReply,
     UpdateRequest,
+    WorkerReport,
 )
 from weightsync.wire.offers import OwnerStatus
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from msgspec import Struct
-
 from weightsync.errors import StaleVersionError, TransportTimeout, UpdateConflictError
-from weightsync.wire.messages import FleetServer, OpenUpdate, Status, StepReply, UpdateRecord
+from weightsync.wire.messages import FleetRecord, StepReply, UpdateRecord
 from weightsync.wire.problem import Problem, from_problem, to_problem
 
 KEPT_UPDATES = 64
@@ -25,28 +23,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 _REFUSALS = (UpdateConflictError, StaleVersionError)
 """Errors that depend on the receiver's current state, and are not kept for retries."""
-
-
-class FleetRecord(Struct, frozen=True, kw_only=True):
-    """The servers of a sender when it finished an update; none where it had one alone."""
-
-    sender: str
-    version: int
-    servers: list[FleetServer]
-
-
-class WorkerReport(Struct, frozen=True, kw_only=True):
-    """A snapshot of a receiver's status and history; `recent` has the oldest update first.
-
-    `fleet` is None where the last finish did not say.
-    """
-
-    status: Status
-    updates_total: dict[str, int]
-    last_reply: StepReply | None = None
-    recent: list[UpdateRecord] = []
-    open_update: OpenUpdate | None = None
-    fleet: FleetRecord | None = None
 
 
 @dataclass(slots=True)

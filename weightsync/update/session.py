@@ -28,7 +28,7 @@ from weightsync.profiling import scope
 from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnCommit, OnHold, OnRelease, ReadWriteGate
-from weightsync.update.history import FleetRecord, UpdateTable
+from weightsync.update.history import UpdateTable
 from weightsync.update.incoming import IncomingUpdate, LoadTargets
 from weightsync.update.lifecycle import (
     ApplyChoice,
@@ -48,6 +48,7 @@ from weightsync.wire.messages import (
     DeltaTerms,
     EmptyUpdate,
     FinishRequest,
+    FleetRecord,
     ForeignUpdate,
     OpenUpdate,
     PrepareRequest,

@@ -540,6 +540,28 @@ class OpenUpdate(ReplyMessage, frozen=True, kw_only=True):
     partial: bool = False
 
 
+class FleetRecord(ReplyMessage, frozen=True, kw_only=True):
+    """The servers of a sender when it finished an update; none where it had one alone."""
+
+    sender: str
+    version: int
+    servers: list[FleetServer]
+
+
+class WorkerReport(ReplyMessage, frozen=True, kw_only=True):
+    """A snapshot of a receiver's status and history; `recent` has the oldest update first.
+
+    `fleet` is None where the last finish did not say.
+    """
+
+    status: Status
+    updates_total: dict[str, int]
+    last_reply: StepReply | None = None
+    recent: list[UpdateRecord] = []
+    open_update: OpenUpdate | None = None
+    fleet: FleetRecord | None = None
+
+
 REPLIES: dict[str, type[Message]] = {
     "init_weight_transfer_engine": InitReply,
     "weight_checker": CheckReply,
