@@ -374,48 +374,13 @@ def names_taken(source: str, module: str) -> set[str]:
     }
 
 
-# What `serve` still takes from the inside, by its module. Nothing is added here.
-NOT_YET_PUBLIC: dict[str, set[str]] = {
-    "serve.api_server": {
-        "server.auth.LocalOnly",
-        "server.dispatcher.Receiver",
-        "server.listening.ignore_logged_errors",
-    },
-    "serve.generate_route": {
-        "server.dispatcher.error_response",
-        "server.dispatcher.read_body",
-        "server.router.schema_of",
-    },
-    "serve.model": {"weights.copying.shards.local_of"},
-    "serve.openai_protocol": {"server.dispatcher.BodyError"},
-    "serve.openai_routes": {
-        "server.dispatcher.BodyError",
-        "server.dispatcher.read_body",
-        "server.router.schema_of",
-    },
-    "serve.options": {"update.lifecycle.ApplyChoice"},
-    "serve.requests": {"wire.struct_types.prepare"},
-    "serve.status_page": {
-        "server.dispatcher.Receiver",
-        "server.workers.merge_statuses",
-        "update.history.FleetRecord",
-        "update.history.WorkerReport",
-        "update.lifecycle.State",
-    },
-    "serve.text": {"server.threads.run_limited"},
-    "serve.worker": {"receiver.SOURCE_ANSWER_S", "receiver.WeightReceiver", "receiver.fetch"},
-    "serve.worker_client": {"update.history.WorkerReport"},
-}
-
-
 @pytest.mark.parametrize(
     "path", [path for path in FILES if unit_of(module_name(path)) in OUTSIDE], ids=module_name
 )
 def test_queues_and_serve_import_public_names_only(path: Path) -> None:
     module, public = module_name(path), public_names()
     taken = names_taken(path.read_text(encoding="utf-8"), module)
-    private = {name.removeprefix(f"{PACKAGE}.") for name in taken - public}
-    assert private == NOT_YET_PUBLIC.get(module.removeprefix(f"{PACKAGE}."), set())
+    assert taken - public == set()
 
 
 def test_nothing_but_the_command_line_imports_queues_or_serve() -> None:

@@ -32,6 +32,7 @@ from weightsync.wire import codec
 from weightsync.wire.messages import (
     PROTOCOL,
     PROTOCOL_MIN,
+    REPORT_CALL,
     AbortRequest,
     CheckReply,
     CheckRequest,
@@ -228,6 +229,16 @@ class WeightReceiver:
         Every transport calls this or `dispatch`. Raises the errors of weightsync.errors.
         """
         return codec.reply_to_plain(self.dispatch(codec.from_plain(message)))
+
+    def handle_json(self, call: str, body: bytes) -> bytes:
+        """Handle the JSON of a request, and return that of its reply; blocks like `dispatch`.
+
+        For routes in another process, which has a `weightsync.server.RemoteReceiver`. The call
+        `worker_report` returns the JSON of `report()`.
+        """
+        if call == REPORT_CALL:
+            return codec.encode(self.report())
+        return codec.encode(self.dispatch(codec.decode_request(call, body)))
 
     def dispatch(self, request: Request) -> Reply:
         """Handle a typed message and return its reply; blocks for the duration of the step."""

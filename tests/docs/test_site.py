@@ -95,7 +95,7 @@ def test_what_is_described_exists() -> None:
         module = ROOT.joinpath(*path.split("."))
         if (module / f"{last}.py").exists() or hasattr(ws, last):
             continue
-        pattern = rf"^(class|def) {last}\b|^{last}\b.* = "
+        pattern = rf"^(class|(async )?def) {last}\b|^{last}\b.* = "
         assert re.search(pattern, source("/".join(path.split(".")[1:])), re.MULTILINE), name
 
 

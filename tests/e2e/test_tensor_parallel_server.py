@@ -19,6 +19,7 @@ from tests.e2e.tensor_parallel import Group, Rank, group
 from tests.e2e.test_tensor_parallel import CONFIGS, make, save
 from tests.server.live import TOKEN, serving
 from weightsync.server import Workers, worker_path, workers_router
+from weightsync.server.dispatcher import Receiver
 from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequest, WorkerReport
@@ -26,7 +27,7 @@ from weightsync.wire.messages import CALL_OF, Reply, Request, Status, StatusRequ
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 
-class Forwarded:
+class Forwarded(Receiver):
     """A receiver in another process, as a server's routes want it."""
 
     def __init__(self, rank: Rank) -> None:

@@ -19,8 +19,9 @@ from tests.server.live import serving
 from weightsync.errors import ConfigError
 from weightsync.serve.completions import read_prompts
 from weightsync.serve.model_files import TINY_VISION, byte_tokenizer, load_tokenizer
-from weightsync.serve.openai_protocol import REFUSED, ChatMessage, RequestError
+from weightsync.serve.openai_protocol import REFUSED, ChatMessage
 from weightsync.serve.openai_routes import chat_prompt, render
+from weightsync.serve.requests import RequestError
 from weightsync.serve.text import TokenizerService
 
 WAIT_S = 60

@@ -17,7 +17,7 @@ from tests.serve.scripted_engine import MODEL, ScriptedEngine, app_of
 from tests.server.live import serving
 from weightsync.errors import ConfigError
 from weightsync.serve.model_files import TINY_VISION, load_tokenizer
-from weightsync.serve.openai_protocol import RequestError
+from weightsync.serve.requests import RequestError
 from weightsync.serve.vision import MAX_IMAGES, read_images
 
 WAIT_S = 60.0

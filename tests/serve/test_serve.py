@@ -126,7 +126,7 @@ def test_it_generates_with_the_weights_it_was_sent(running: tuple[str, str]) -> 
 def test_keep_pauses_a_completion_and_resume_goes_on(running: tuple[str, str]) -> None:
     url, _ = running
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(generate, url, **LONG | {"max_new_tokens": 250})
+        answer = pool.submit(generate, url, **LONG | {"max_new_tokens": 600})
         wait_until(lambda: at_work(url)[0] > 0, "nothing began")
         assert post(running, "pause").json()["paused"] is True
         await_mode(url, "keep")

@@ -400,7 +400,7 @@ class StillEngine:
 
 
 @dataclass
-class Watched:
+class Watched(Receiver):
     """A receiver that counts its reports, and can fail or hang."""
 
     error: Exception | None = None

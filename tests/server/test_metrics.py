@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 import weightsync as ws
-from weightsync.serve.messages import REPORT_CALL
-from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
+from weightsync.serve.worker_client import RemoteWorker, WorkerClient
 from weightsync.server import Workers
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.metrics import render
@@ -65,18 +63,18 @@ class Asked:
 
     def call(self, worker: int, call: str, body: bytes, timeout_s: float) -> bytes:
         self.calls.append((worker, call))
-        return msgspec.json.encode(self._receiver.report())
+        return self._receiver.handle_json(call, body)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_scrape_asks_each_worker_once(workers: int) -> None:
     asked = Asked(ws.WeightReceiver(nn.Linear(8, 8), version=4))
     stands_for = {
-        f"workers/{k}": RemoteReceiver(cast(WorkerClient, asked), k) for k in range(workers)
+        f"workers/{k}": RemoteWorker(cast(WorkerClient, asked), k) for k in range(workers)
     }
     together = Workers(stands_for)
     try:
         assert samples(together)["weightsync_version", ""] == 4
-        assert sorted(asked.calls) == [(k, REPORT_CALL) for k in range(workers)]
+        assert sorted(asked.calls) == [(k, "worker_report") for k in range(workers)]
     finally:
         together.close()

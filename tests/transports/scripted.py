@@ -64,6 +64,9 @@ class ScriptedReceiver:
     def handle(self, message: Mapping[str, object]) -> dict[str, object]:
         return codec.reply_to_plain(self.dispatch(codec.from_plain(message)))
 
+    def handle_json(self, call: str, body: bytes) -> bytes:
+        return codec.encode(self.dispatch(codec.decode_request(call, body)))
+
     def status(self) -> Status:
         return self.state
 

@@ -23,7 +23,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.transports.tokens import TOKEN_VARIABLE
-from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+from weightsync.wire.problem import decode_error, encode_error
 
 TransportName = Literal["http", "callback"]
 ShapesName = Literal["smollm2"]
@@ -107,12 +107,12 @@ def total_nbytes(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
 def decode_reply(line: bytes, *, peer: str = "") -> bytes:
     """Return the content of a reply. Raises the error if the reply carries one."""
     if line.startswith(b"-"):
-        raise from_problem(msgspec.json.decode(line[1:], type=Problem), peer=peer)
+        raise decode_error(line[1:], peer=peer)
     return line[1:]
 
 
 def _encode_error(error: Exception) -> bytes:
-    return b"-" + encode_problem(to_problem(error))
+    return b"-" + encode_error(error)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from weightsync.serve.model_files import load_tokenizer
 from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions
 from weightsync.serve.status_page import status_router
 from weightsync.serve.text import TokenizerService
-from weightsync.serve.worker_client import RemoteReceiver, WorkerClient
+from weightsync.serve.worker_client import RemoteWorker, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.listening import SparingListener, ignore_logged_errors
@@ -117,7 +117,7 @@ def main(
 
     app = make_app(
         engine,
-        [RemoteReceiver(workers, index) for index in range(len(addresses.workers))],
+        [RemoteWorker(workers, index) for index in range(len(addresses.workers))],
         TokenizerService(*load_tokenizer(card.directory)),
         token=options.token,
         tensor_parallel=options.tensor_parallel,

@@ -30,7 +30,7 @@ from weightsync.serve.messages import (
     StatsRequest,
 )
 from weightsync.serve.options import CoreAddress, takes_images
-from weightsync.wire.problem import Problem, from_problem
+from weightsync.wire.problem import decode_error
 
 if TYPE_CHECKING:
     from weightsync.queues.tensor_queue import TensorIpcSender
@@ -159,8 +159,7 @@ class EngineCoreClient:
                 item = await inbox.items.get()
                 if isinstance(item, Failed):
                     going.difference_update([key for key in going if key[0] == item.request_id])
-                    problem = msgspec.json.decode(item.problem, type=Problem)
-                    raise from_problem(problem, peer="engine")
+                    raise decode_error(item.problem, peer="engine")
                 completion = (item.request_id, item.index)
                 if completion in going:  # otherwise `stop` has ended it already
                     if item.finish_reason is not None:

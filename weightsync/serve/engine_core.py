@@ -36,7 +36,7 @@ from weightsync.serve.messages import (
 from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions, takes_images
 from weightsync.serve.scheduling import OwnedEvent, Owner, Scheduler
 from weightsync.serve.worker_group import WorkerGroup
-from weightsync.wire.problem import encode_problem, to_problem
+from weightsync.wire.problem import encode_error
 
 if TYPE_CHECKING:
     from weightsync.queues.tensor_queue import TensorIpcReceiver
@@ -407,7 +407,7 @@ class EngineCore:
 
     def _pause(self, worker: int, message: WorkerCall) -> None:
         def answer(error: WeightSyncError | None) -> None:
-            problem = encode_problem(to_problem(error)) if error else None
+            problem = encode_error(error) if error else None
             self._answer(worker, Done(call=message.call, problem=problem))
 
         self._pauses.pause(message.mode, answer)
@@ -416,7 +416,7 @@ class EngineCore:
             self._post(self._scheduler.abort_all())
 
     def _fail(self, owner: Owner, request_id: str, error: Exception) -> None:
-        problem = encode_problem(to_problem(error))
+        problem = encode_error(error)
         self._post([(owner, Failed(request_id=request_id, problem=problem))])
 
     def _post(self, posts: Iterable[OwnedEvent]) -> None:

@@ -219,8 +219,8 @@ class StatsReply(_Tagged, frozen=True, kw_only=True, tag="stats_reply"):
 Event = EngineOutput | Failed | StatsReply
 
 
-REPORT_CALL = "worker_report"
-"""The call for a worker's report, in addition to the calls of weightsync.wire."""
+READS = frozenset({"weight_info", "worker_report"})
+"""The calls of `WeightReceiver.handle_json` that only read."""
 
 
 # From a worker to its engine core.

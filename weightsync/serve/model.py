@@ -38,7 +38,6 @@ from weightsync.serve.model_files import (
     vision_tokenizer,
 )
 from weightsync.serve.vision import IMAGE_TOKEN, make_tiny_processor, tiny_vision_config
-from weightsync.weights.copying.shards import local_of
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +177,11 @@ def own_memory(model: torch.nn.Module) -> None:
     A change of such a file would change the model. Only the local part of a sharded tensor is
     copied.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
-        held = local_of(tensor)
-        held.data = held.data.clone()
+    with torch.no_grad():  # with gradients, `to_local` would make a tensor of its own
+        for tensor in (*model.parameters(), *model.buffers()):
+            # By its method: the class DTensor would load 30 MB into a worker of a whole model.
+            held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            held.data = held.data.clone()
 
 
 def _load_smollm2(dtype: torch.dtype) -> LoadedModel:

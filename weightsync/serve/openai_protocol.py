@@ -15,7 +15,7 @@ from weightsync.errors import (
     TransferError,
     TransportError,
 )
-from weightsync.serve.requests import PromptText, StopText, TokenId, VersionSpan
+from weightsync.serve.requests import PromptText, RequestError, StopText, TokenId, VersionSpan
 from weightsync.server.dispatcher import BodyError
 
 MAX_LOGPROBS = 20
@@ -64,18 +64,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "web_search_options": (None,),
 }
 """Fields that are not supported, each with its values that have no effect."""
-
-
-class RequestError(ConfigError):
-    """A request that is refused, with HTTP status, the field at fault and OpenAI's error code."""
-
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
-        self.status = status
-        self.param = param
-        self.code = code
-        super().__init__(message)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

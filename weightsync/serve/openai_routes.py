@@ -51,7 +51,6 @@ from weightsync.serve.openai_protocol import (
     ModelList,
     OpenAIRequest,
     R,
-    RequestError,
     TextChoice,
     TextCompletion,
     TextLogprobs,
@@ -62,6 +61,7 @@ from weightsync.serve.openai_protocol import (
     decode_openai,
     openai_error,
 )
+from weightsync.serve.requests import RequestError
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.vision import ImagePreparer, read_images
 from weightsync.server.dispatcher import BodyError, read_body

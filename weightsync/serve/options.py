@@ -21,7 +21,6 @@ from weightsync.queues.sockets import ipc_address
 from weightsync.queues.tensor_packets import TensorQueueHandle
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.scheduling import MAX_ROWS
-from weightsync.update.lifecycle import ApplyChoice
 
 MAX_API_SERVERS = 64
 MAX_WORKERS = 256
@@ -50,7 +49,7 @@ class ServeOptions:
     model: str
     dtype: str = "float32"
     device: Device = "auto"
-    apply: ApplyChoice = "auto"
+    apply: Literal["auto", "staged", "in_place"] = "auto"
     api_servers: int = 1
     data_parallel: int = 1
     tensor_parallel: int = 1

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from weightsync.errors import ProtocolError
-from weightsync.wire.struct_types import prepare
+from weightsync.errors import ConfigError, ProtocolError
 
 MAX_PROMPTS = 256
 MAX_PROMPT_CHARACTERS = 1 << 20
@@ -54,6 +53,18 @@ def spans(versions: Sequence[int], start: int = 0) -> list[VersionSpan]:
     return found
 
 
+class RequestError(ConfigError):
+    """A request that is refused, with HTTP status, the field at fault and OpenAI's error code."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        self.status = status
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of prompt `prompt_index`.
 
@@ -77,10 +88,15 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     completions: list[Completion]
 
 
+# Made here and not at first use, which msgspec 0.22 does not survive in two threads at once.
+_REQUESTS = msgspec.json.Decoder(GenerateRequest)
+_RESPONSES = msgspec.json.Decoder(GenerateResponse)
+
+
 def decode_request(body: bytes) -> GenerateRequest:
     """Decode the body of a request. Raises ProtocolError, which names the field at fault."""
     try:
-        return msgspec.json.decode(body, type=GenerateRequest)
+        return _REQUESTS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"the body of /generate is not a request: {exc}") from exc
 
@@ -91,9 +107,6 @@ def decode_response(body: bytes) -> GenerateResponse:
     Raises ProtocolError for any other body.
     """
     try:
-        return msgspec.json.decode(body, type=GenerateResponse)
+        return _RESPONSES.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"this is not a response of /generate: {exc}") from exc
-
-
-prepare(GenerateRequest, GenerateResponse)

@@ -22,7 +22,7 @@ from weightsync.serve.messages import (
     Step,
     StepResult,
 )
-from weightsync.wire.problem import encode_problem, to_problem
+from weightsync.wire.problem import encode_error
 
 MAX_KEPT_TOKENS = 4096
 MAX_KEPT_PROMPTS = 32
@@ -264,7 +264,7 @@ class Scheduler:
 
     def fail_all(self, error: WeightSyncError) -> list[OwnedEvent]:
         """End every request with an error."""
-        problem = encode_problem(to_problem(error))
+        problem = encode_error(error)
         posts = [(key[0], Failed(request_id=key[1], problem=problem)) for key in self._requests]
         for key in list(self._requests):
             self._forget(key)
@@ -423,7 +423,7 @@ class Scheduler:
         row = self._rows.get(first_row)
         if row is None:
             return None
-        problem = encode_problem(to_problem(ConfigError(reason)))
+        problem = encode_error(ConfigError(reason))
         dropped = len(self._drop)
         self._forget(row.key)
         del self._drop[dropped:]  # no worker has made these rows

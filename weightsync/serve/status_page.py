@@ -27,7 +27,6 @@ from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import EngineStats
 from weightsync.server.dispatcher import Receiver
 from weightsync.server.workers import merge_statuses
-from weightsync.update.lifecycle import State
 from weightsync.wire.messages import (
     FleetRecord,
     OpenUpdate,
@@ -88,11 +87,11 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def waits_for(self) -> str:
         """The step that an open update is at, or the event that it waits for."""
-        if self.state == State.ABORTING:
+        if self.state == "ABORTING":
             return "is aborted; waits for the loader to stop"
         if self.orphaned:
             return "its sender is dead; waits for the next sender to end it"
-        if self.state == State.PREPARED:
+        if self.state == "PREPARED":
             if self.busy:
                 return "waits for the end of the current decode step, then swaps"
             return "everything arrived and was checked; waits for its sender to finish it"
@@ -479,10 +478,10 @@ _TEMPLATES.globals.update(
     span=span,
     versions=versions,
     looks={
-        State.READY: "ok",
-        State.UPDATING: "busy",
-        State.PREPARED: "busy",
-        State.TORN: "bad",
+        "READY": "ok",
+        "UPDATING": "busy",
+        "PREPARED": "busy",
+        "TORN": "bad",
         NO_ANSWER: "bad",
     },
 )

@@ -13,7 +13,7 @@ from typing import Any
 from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.queues.codec import Tensor
 from weightsync.serve.hugging_face import hf
-from weightsync.serve.openai_protocol import RequestError
+from weightsync.serve.requests import RequestError
 
 try:
     from PIL import Image, ImageOps

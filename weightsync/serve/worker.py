@@ -22,6 +22,7 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
+from weightsync import WeightReceiver, fetch
 from weightsync.cuda import devices
 from weightsync.errors import (
     PeerLostError,
@@ -31,11 +32,10 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.queues.message_queue import MessageQueue, QueueHandle
-from weightsync.receiver import SOURCE_ANSWER_S, WeightReceiver, fetch
 from weightsync.serve import links
 from weightsync.serve.links import end_process
 from weightsync.serve.messages import (
-    REPORT_CALL,
+    READS,
     Action,
     CoreMessage,
     Done,
@@ -52,9 +52,8 @@ from weightsync.serve.model import LoadedModel, load_for_worker, worker_device
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.options import Addresses, Ready, ServeOptions
 from weightsync.serve.worker_group import step_codec, step_queue, worker_identity
-from weightsync.wire import codec
-from weightsync.wire.messages import AbortRequest, FinishRequest, StepReply
-from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+from weightsync.wire.messages import UpdateRecord
+from weightsync.wire.problem import decode_error, encode_error
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,6 @@ MAX_SHORT_CALLS = 16
 CALL_TIMEOUT_S = 30.0
 
 _INTERRUPTS = frozenset({"abort_weight_update", "resume"})
-_READS = frozenset({"weight_info", REPORT_CALL})
 
 _message_decoder: msgspec.msgpack.Decoder[CoreMessage] = msgspec.msgpack.Decoder(CoreMessage)
 
@@ -180,8 +178,7 @@ class WorkerLink:
                 f"worker {self._rank}: the engine core did not answer {what} within {timeout_s:g} s"
             ) from None
         if isinstance(answer, Done) and answer.problem is not None:
-            problem = msgspec.json.decode(answer.problem, type=Problem)
-            raise from_problem(problem, peer="engine core")
+            raise decode_error(answer.problem, peer="engine core")
         return answer
 
     def _run(self, opened: concurrent.futures.Future[None]) -> None:
@@ -270,7 +267,7 @@ class WorkerLink:
                 await self._loop.run_in_executor(self._pool_of(name), handle, name, body),
             )
         except Exception as exc:  # noqa: BLE001  # the edge: each error becomes a document
-            kind, reply = b"problem", encode_problem(to_problem(exc))
+            kind, reply = b"problem", encode_error(exc)
         await self._send_state_if_changed()  # before the reply: the core knows the state first
         await self._control.send_multipart([owner, call, kind, reply])
 
@@ -278,7 +275,7 @@ class WorkerLink:
         """Return the threads of a call, so that loads do not block aborts, resumes and reads."""
         if call in _INTERRUPTS:
             return self._interrupts
-        return self._reads if call in _READS else self._loads
+        return self._reads if call in READS else self._loads
 
     async def _send_states(self) -> None:
         while True:
@@ -314,14 +311,14 @@ _OF_UPDATES = frozenset(
 )
 
 
-def _committed(reply: StepReply, label: str | None) -> str:
+def _committed(update: UpdateRecord) -> str:
     """Return the line of an update that is committed."""
-    named = f" ({label})" if label else ""
-    part = " in the lines that changed" if reply.delta else ""
-    seconds = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in reply.seconds.items())
+    named = f" ({update.label})" if update.label else ""
+    part = " in the lines that changed" if update.delta else ""
+    seconds = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in update.seconds.items())
     return (
-        f"version {reply.version}{named}: {reply.nbytes / 1e6:.1f} MB, {reply.apply}, verified: "
-        f"{reply.verified}{part}, stall {reply.stall_s * 1e3:.1f} ms; {seconds}"
+        f"version {update.version}{named}: {update.nbytes / 1e6:.1f} MB, {update.apply}, verified: "
+        f"{update.verified}{part}, stall {update.stall_s * 1e3:.1f} ms; {seconds}"
     )
 
 
@@ -366,10 +363,7 @@ class Worker:
     def fetch(self, sources: Sequence[str]) -> None:
         """Take the weights of the first of these servers that can send them, if there are any."""
         if sources:
-            self._log(
-                f"fetching the weights from {' or '.join(sources)}; "
-                f"each has {SOURCE_ANSWER_S:g} s to answer"
-            )
+            self._log(f"fetching the weights from {' or '.join(sources)}")
             report = fetch(self.receiver, sources, token=self._token)
             held = self.receiver.status().weights_id or ""
             self.card = msgspec.structs.replace(self.card, weights_id=held)
@@ -396,20 +390,18 @@ class Worker:
         self._results.close()
 
     def _handle(self, call: str, body: bytes) -> bytes:
-        if call == REPORT_CALL:
-            return msgspec.json.encode(self.receiver.report())
-        request = codec.decode_request(call, body)
+        before = self.receiver.open_update
         try:
-            reply = self.receiver.dispatch(request)
+            reply = self.receiver.handle_json(call, body)
         except WeightSyncError as exc:
             if call in _OF_UPDATES:
                 self._log(f"{call} failed: {exc}", logging.WARNING)
             raise
-        if isinstance(request, FinishRequest) and isinstance(reply, StepReply):
-            self._log(_committed(reply, self.receiver.label))
-        elif isinstance(request, AbortRequest) and request.update_id:
-            self._log(f"update {request.update_id} is aborted; version {self.receiver.version}")
-        return codec.encode(reply)
+        if call == "finish_weight_update":
+            self._log(_committed(self.receiver.recent_updates[-1]))
+        elif call == "abort_weight_update" and before and self.receiver.open_update is None:
+            self._log(f"update {before.update_id} is aborted; version {self.receiver.version}")
+        return reply
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         """Log a line of an update, on the first worker of each replica."""

@@ -7,26 +7,15 @@ import concurrent.futures
 import threading
 from collections.abc import Sequence
 
-import msgspec
-
 from weightsync.errors import ConnectError, TransportTimeout, WeightSyncError
 from weightsync.serve.links import DealerLinks
-from weightsync.serve.messages import REPORT_CALL
-from weightsync.wire import codec
-from weightsync.wire.messages import (
-    CALL_OF,
-    CALLS,
-    Reply,
-    Request,
-    Status,
-    StatusRequest,
-    WorkerReport,
-)
-from weightsync.wire.problem import Problem, from_problem
+from weightsync.serve.messages import READS
+from weightsync.server.dispatcher import RemoteReceiver
+from weightsync.wire.problem import decode_error
 
 CALL_TIMEOUT_S = 3600.0
 """Longer than any update timeout, so that the worker's error comes first, with the reason."""
-LOOK_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 10.0
 
 
 class WorkerClient:
@@ -94,32 +83,17 @@ class WorkerClient:
         if kind == b"reply":
             answer.set_result(body)
         else:
-            problem = msgspec.json.decode(body, type=Problem)
-            answer.set_exception(from_problem(problem, peer=""))
+            answer.set_exception(decode_error(body))
 
 
-class RemoteReceiver:
-    """A proxy for one worker's WeightReceiver, used by the routes of an API server."""
+class RemoteWorker(RemoteReceiver):
+    """A worker's WeightReceiver, for the routes of an API server."""
 
     def __init__(self, client: WorkerClient, worker: int) -> None:
         self._client = client
         self._worker = worker
 
-    def dispatch(self, request: Request) -> Reply:
-        """Send the request to the worker; return its reply, or raise its error."""
-        call = CALL_OF[type(request)]
-        return codec.decode_reply(call, self.forward(call, codec.encode(request)))
-
-    def forward(self, call: str, body: bytes) -> bytes:
+    def handle_json(self, call: str, body: bytes) -> bytes:
         """Send the JSON of a request as it is: the worker checks it. Raises the worker's error."""
-        timeout_s = LOOK_TIMEOUT_S if CALLS.get(call) is StatusRequest else CALL_TIMEOUT_S
+        timeout_s = READ_TIMEOUT_S if call in READS else CALL_TIMEOUT_S
         return self._client.call(self._worker, call, body, timeout_s)
-
-    def status(self) -> Status:
-        """Return the state of the worker's receiver."""
-        return self.report().status
-
-    def report(self) -> WorkerReport:
-        """Return the report of the worker's receiver."""
-        body = self._client.call(self._worker, REPORT_CALL, b"", LOOK_TIMEOUT_S)
-        return msgspec.json.decode(body, type=WorkerReport)

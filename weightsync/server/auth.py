@@ -162,7 +162,7 @@ async def _refuse(scope: Scope, send: Send, exc: AuthError) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    body = problem.encode_problem(problem.to_problem(exc))
+    body = problem.encode_error(exc)
     headers = [
         (b"content-type", problem.MEDIA_TYPE.encode()),
         (b"content-length", str(len(body)).encode()),

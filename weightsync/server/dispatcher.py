@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -16,10 +17,9 @@ from weightsync.errors import AuthError, ConfigError, WeightSyncError
 from weightsync.server.auth import challenge
 from weightsync.server.threads import run_limited
 from weightsync.wire import codec, problem
-from weightsync.wire.messages import Reply, Request, Status, WorkerReport
+from weightsync.wire.messages import CALL_OF, REPORT_CALL, Reply, Request, Status, WorkerReport
 
 T = TypeVar("T")
-Forward = Callable[[str, bytes], bytes]
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Receiver(Protocol):
-    """The interface that the routes call: of a WeightReceiver, or of `Workers` for several.
+    """The interface that the routes call: of a WeightReceiver, or of `Workers` for several."""
 
-    One in another process may have `forward(call, body)`, which takes and returns JSON: a request
-    is then decoded there alone.
-    """
+    def handle_json(self, call: str, body: bytes) -> bytes:
+        """Handle the JSON of a request, and return that of its reply."""
+        return codec.encode(self.dispatch(codec.decode_request(call, body)))
 
     def dispatch(self, request: Request) -> Reply:
         """Handle one request; blocks. Called from several threads at once."""
@@ -42,6 +42,32 @@ class Receiver(Protocol):
 
     def report(self) -> WorkerReport:
         """Return status, counts and last reply, read at one moment."""
+
+
+class RemoteReceiver(Receiver, ABC):
+    """A WeightReceiver in another process. A subclass has the way there: `handle_json`.
+
+    It takes `call` and `body` to the `handle_json` of that receiver, and returns what this returns,
+    or raises its error; `weightsync.wire.problem` carries errors. A request of a route is decoded
+    there alone.
+    """
+
+    @abstractmethod
+    def handle_json(self, call: str, body: bytes) -> bytes:
+        """Return the reply of the other process; called from several threads at once."""
+
+    def dispatch(self, request: Request) -> Reply:
+        """Send the request; return its reply, or raise its error."""
+        call = CALL_OF[type(request)]
+        return codec.decode_reply(call, self.handle_json(call, codec.encode(request)))
+
+    def status(self) -> Status:
+        """Return the state of the receiver."""
+        return self.report().status
+
+    def report(self) -> WorkerReport:
+        """Return the report of the receiver."""
+        return codec.decode_report(self.handle_json(REPORT_CALL, b""))
 
 
 class BodyError(ConfigError):
@@ -62,7 +88,6 @@ class AsyncDispatcher:
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
-        self._forward: Forward | None = getattr(receiver, "forward", None)
         self._loads = anyio.CapacityLimiter(32)
         self._reads = anyio.CapacityLimiter(8)
         interrupts = anyio.CapacityLimiter(8)
@@ -85,9 +110,7 @@ class AsyncDispatcher:
 
     def _step(self, call: str, body: bytes) -> bytes:
         try:
-            if self._forward is not None:
-                return self._forward(call, body)
-            return codec.encode(self.receiver.dispatch(codec.decode_request(call, body)))
+            return self.receiver.handle_json(call, body)
         except Exception:
             raise
         except BaseException as exc:

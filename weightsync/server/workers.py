@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.report import Verification
-from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Forward, Receiver
+from weightsync.server.dispatcher import DEFAULT_MAX_BODY_NBYTES, Receiver
 from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
 from weightsync.transports.calls import CallThreads
@@ -182,7 +182,7 @@ class _Answer:
     error: Exception | None = None
 
 
-class Workers:
+class Workers(Receiver):
     """The receivers of one server, as one receiver.
 
     `workers` are by path, in the order of their ranks; each `tensor_parallel` of them hold one
@@ -198,7 +198,6 @@ class Workers:
             )
         self.workers = dict(workers)
         self._only = next(iter(workers.values())) if len(workers) == 1 else None
-        self.forward: Forward | None = getattr(self._only, "forward", None)
         self._tensor_parallel = tensor_parallel
         # Not an executor, for whose threads interpreter exit would wait: a hook may work in them.
         self._threads: CallThreads[Any] = CallThreads()
@@ -236,6 +235,11 @@ class Workers:
         if self._only is not None:
             return self._only.status()
         return merge_statuses(self._each(lambda _, worker: worker.status()))
+
+    def handle_json(self, call: str, body: bytes) -> bytes:
+        """Handle the JSON of a request; see `dispatch`. A single worker is sent it as it is."""
+        handle = super().handle_json if self._only is None else self._only.handle_json
+        return handle(call, body)
 
     def dispatch(self, request: Request) -> Reply:
         """Handle a request on all workers. Raises the first error, which names all that failed."""

@@ -27,6 +27,7 @@ from weightsync.wire.messages import (
     Status,
     UpdateInfo,
     UpdateRequest,
+    WorkerReport,
     choose_protocol,
 )
 from weightsync.wire.offers import InitInfo, ManifestMessage, Message, ProbeRequest, UpdateId
@@ -94,6 +95,14 @@ def decode_reply(call: str, body: bytes) -> Reply:
         return cast(Reply, msgspec.json.decode(body, type=REPLIES[call]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise _invalid_reply(call, body, exc) from exc
+
+
+def decode_report(body: bytes) -> WorkerReport:
+    """Return the report in a JSON body. Raises InvalidReplyError."""
+    try:
+        return msgspec.json.decode(body, type=WorkerReport)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidReplyError(f"the report of a receiver is not valid: {exc}") from exc
 
 
 def to_plain(message: Request) -> dict[str, object]:
@@ -278,5 +287,6 @@ def _invalid(kind: type, exc: Exception) -> ProtocolError:
 
 
 prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
+prepare(WorkerReport)
 prepare(InitInfo)
 prepare(_InitShape, _StatusShape, _UpdateShape, RegisteredUpdate, EmptyUpdate)

@@ -562,6 +562,9 @@ class WorkerReport(ReplyMessage, frozen=True, kw_only=True):
     fleet: FleetRecord | None = None
 
 
+REPORT_CALL = "worker_report"
+"""The call of `handle_json` for a WorkerReport. No transport has it."""
+
 REPLIES: dict[str, type[Message]] = {
     "init_weight_transfer_engine": InitReply,
     "weight_checker": CheckReply,

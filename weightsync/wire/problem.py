@@ -100,6 +100,16 @@ def encode_problem(problem: Problem) -> bytes:
     return msgspec.json.encode(problem)
 
 
+def encode_error(exc: BaseException) -> bytes:
+    """Return the JSON of the problem document of an error; see `to_problem`."""
+    return encode_problem(to_problem(exc))
+
+
+def decode_error(body: bytes, *, peer: str = "") -> WeightSyncError:
+    """Return the error that `encode_error` wrote, with the name of `peer` in front."""
+    return from_problem(msgspec.json.decode(body, type=Problem), peer=peer)
+
+
 def raise_problem(body: bytes, *, status: int, peer: str, call: str) -> None:
     """Raise the error that a failed answer of `peer` to `call` describes."""
     try:
