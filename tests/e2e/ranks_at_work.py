@@ -213,6 +213,17 @@ def send_part(rank: int, fault: str = "") -> Seen:
     return seen(send)
 
 
+def exchange_memory_and_send(rank: int, at: int) -> tuple[Seen, Digests]:
+    """Send after two parameters of rank `at` have exchanged their memory, and not their values."""
+    if rank == at:
+        one, other = kept().model.layers[0].up.weight, kept().model.layers[1].up.weight  # type: ignore[union-attr,index]
+        values = one.detach().clone(), other.detach().clone()
+        one.data, other.data = other.data, one.data
+        one.data.copy_(values[0])
+        other.data.copy_(values[1])
+    return step_and_send(rank)
+
+
 def close(rank: int) -> Seen:
     outcome = seen(KEPT.pop().sender.close) if KEPT else Seen()
     vars(worker)["device_keys"] = device_keys
@@ -281,6 +292,18 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
     sender = ws.connect(
         trainer_models.fsdp(), to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S
     )
+    with sender:
+        counts = counted_update(sender)
+    return counts["run"], counts["agree"]
+
+
+def count_steady_calls(rank: int) -> Counter[str]:
+    """Return the private group's calls of one more update of the sender that is kept."""
+    return counted_update(kept().sender)
+
+
+def counted_update(sender: ws.WeightSender) -> Counter[str]:
+    """Count the calls of the private group in one update, and as `run` its collectives."""
     counts: Counter[str] = Counter()
     run, synchronize = comm.RankComm._run, comm.RankComm._synchronize
 
@@ -296,9 +319,9 @@ def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]
         mock.patch.object(comm.RankComm, "_run", counted_run),
         mock.patch.object(comm.RankComm, "_synchronize", counted_call),
     )
-    with sender, counting[0], counting[1]:
+    with counting[0], counting[1]:
         sender.send_weights()
-    return counts["run"], counts["agree"]
+    return counts
 
 
 EQUAL_LAYERS = 24

@@ -268,6 +268,41 @@ def test_a_word_for_each_group_and_none_for_chunks(ranks: Crew, host: Host) -> N
     assert few[1] == GROUPS + 2  # and one at the end of each of the two steps
 
 
+@pytest.mark.parametrize(
+    ("kind", "delta", "questions", "words"),
+    [("plain", "off", 0, 2), ("plain", "always", 0, 2), ("fsdp", "always", 1, GROUPS + 2)],
+)
+def test_a_steady_update_is_three_commands(
+    ranks: Crew, host: Host, kind: str, delta: str, questions: int, words: int
+) -> None:
+    """Begin, Transfer and End; the call's own comparison and its end are two more.
+
+    Only where the ranks gather what they send do they compare what they know of its changes.
+    """
+    start(ranks, receivers(host, 1), kind, delta=delta)
+    for version in (1, 2):
+        assert ranks.run(work.step_and_send)[0][0].result.version == version
+    for counts in ranks.run(work.count_steady_calls):
+        collectives = counts.pop("run")
+        assert counts == {"exchange": 4 + questions, "broadcast": 4, "agree": words}
+        # A call takes two, one of them with a short payload; the results of Begin are longer.
+        assert collectives == 2 * (8 + questions) + words + 1
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_memory_that_moves_on_the_rank_that_sends(ranks: Crew, host: Host, at: int) -> None:
+    to = receivers(host, 2)
+    start(ranks, to, "plain", packed=False, host=1 - at)  # the other rank is elsewhere
+    check_sent(ranks.run(work.step_and_send), to, 1)
+    sent = ranks.run(work.step_and_send)
+    check_sent(sent, to, 2)
+    assert not sent[0][0].result.connect_seconds
+    sent = ranks.run(work.exchange_memory_and_send, at)
+    check_sent(sent, to, 3)
+    assert sent[0][0].result.connect_seconds  # it was registered anew
+    check_sent(ranks.run(work.step_and_send), to, 4)
+
+
 def test_no_more_than_a_group_is_gathered_at_a_time(ranks: Crew, host: Host) -> None:
     to = [host.receiver("http", model="equal").url]
     ring = 2 * 4096

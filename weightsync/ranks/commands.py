@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from weightsync.backends.base import Reader, Replies, Round
 from weightsync.report import SyncReport
@@ -50,16 +52,6 @@ class TakeSnapshot(Command, frozen=True, kw_only=True):
     """Copy the source's tensors. The copy is sent from now on, and every engine opened anew."""
 
 
-class EstimateChanges(Command, frozen=True, kw_only=True):
-    """Return about how much of the source has changed: since the last update, and since `bases`.
-
-    `bases` are the ids of the weights that receivers hold. The rank `keeps` a copy of the stream.
-    """
-
-    bases: list[str]
-    keeps: bool = False
-
-
 class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
     """The part of deltas in an update that sends the weights `weights_id`.
 
@@ -79,13 +71,94 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
     to_shards: bool = False
 
 
+class ChangeEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimate of the changes of the source before a scan, on one rank or of all.
+
+    `share` is about the share of lines that changed since the last update, None for tensors that
+    are made. `marked` is the number of lines that are known to differ from the bases, None where
+    these are not known. `are_newest` says that the bases are the weights of the last scan.
+    """
+
+    share: float | None = None
+    marked: int | None = None
+    are_newest: bool = False
+
+
+class DeltaOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A delta that an update may send; the ranks decide by what they estimate of the changes.
+
+    `task` is the delta, for the ids of the weights that receivers hold; an empty id is unknown
+    ones. It pays up to the share `most` of `lines`. Where it was refused `refusals` times, it is
+    not tried in the next `pause` updates.
+    """
+
+    task: DeltaTask
+    most: float
+    lines: int
+    refusals: int = 0
+    pause: int = 0
+
+    def decide(self, estimate: ChangeEstimate) -> tuple[DeltaTask | None, str]:
+        """Return what an update does about deltas, and why it sends none, or "".
+
+        Every rank decides alike: it depends on the arguments alone.
+        """
+        share, task = estimate.share, self.task
+        recorded = DeltaTask(weights_id=task.weights_id, keeps=task.keeps)
+        if share is not None and share > self.most:
+            return None, f"about {share:.0%} of the lines changed"
+        if self.pause:
+            reason = f"deltas failed {self.refusals} times; tried later again"
+            return None if self.pause > 1 else recorded, reason
+        if "" in task.bases:
+            return recorded, "the receivers hold no weights of this sender that it knows"
+        slow_and_older = task.by_value and not estimate.are_newest and share is None
+        if estimate.marked is None or slow_and_older:
+            return recorded, "the changes since the weights that the receivers hold are not known"
+        if share is None or self.refusals:  # room for all that pay, or for all
+            expected = int(self.most * self.lines)
+        else:
+            expected = min(int(share * self.lines) + estimate.marked, self.lines)
+        by_value = task.by_value and estimate.are_newest
+        return structs.replace(task, expected=expected, by_value=by_value), ""
+
+
 class Begin(Command, frozen=True, kw_only=True):
-    """Start an update of these readers. With `pairs`, of other tensors than the model's."""
+    """Start an update of these readers. With `pairs`, of other tensors than the model's.
+
+    `checks_memory`: where registered memory has moved on any rank, nothing begins on any, and the
+    results say so. `offer` stands for a `delta` that the ranks decide about.
+    """
 
     readers: ReadersByRank
     verify: bool
     pairs: bool = False
+    checks_memory: bool = False
     delta: DeltaTask | None = None
+    offer: DeltaOffer | None = None
+
+
+class BeforeBegin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank finds before it begins an update: the `estimate` is None without receivers."""
+
+    moved: bool = False
+    estimate: ChangeEstimate | None = None
+
+    @classmethod
+    def of_all(cls, found: Iterable[BeforeBegin | CommandResult]) -> BeforeBegin:
+        """Return what all ranks have found: the most changes of any."""
+        ranks = list(found)
+        known = [one.estimate for one in ranks if one.estimate is not None]
+        shares = [one.share for one in known]
+        marked = [one.marked for one in known]
+        return cls(
+            moved=any(one.moved for one in ranks),
+            estimate=ChangeEstimate(
+                share=None if None in shares else max(filter(None, shares), default=0.0),
+                marked=None if None in marked else max(filter(None, marked), default=0),
+                are_newest=all(one.are_newest for one in known),
+            ),
+        )
 
 
 class Transfer(Command, frozen=True, kw_only=True):
@@ -123,7 +196,6 @@ AnyCommand = (
     | Connect
     | CheckMoved
     | TakeSnapshot
-    | EstimateChanges
     | Begin
     | Transfer
     | KeepAlive
@@ -133,28 +205,15 @@ AnyCommand = (
 )
 
 
-class ChangeEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate, on one rank, of the changes of its source before a scan.
-
-    `share` is about the share of lines that changed since the last update, None for tensors that
-    are made. `marked` is the number of lines that are known to differ from the bases, None where
-    these are not known. `are_newest` says that the bases are the weights of the last scan.
-    """
-
-    share: float | None = None
-    marked: int | None = None
-    are_newest: bool = False
-
-
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reply of one rank: the fields that belong to the command, or `problem`.
 
     `round` has the next messages of a handshake. `beats` has each reader's sign of life, by
     backend. `updates` has the payloads by backend, and by reader where each reader gets its
     own. `changed` names tensors of the source that changed during the transfer, `not_finite`
-    those that hold NaN or infinity. `estimate` answers EstimateChanges, None on a rank without
-    receivers. `delta` has the terms of a delta, `delta_lines` and `delta_nbytes` its changed
-    lines and the bytes of its packets.
+    those that hold NaN or infinity. `moved` and `estimate` are what the rank found before it began,
+    `estimate` None on a rank without receivers. `delta` has the terms of a delta, `delta_lines` and
+    `delta_nbytes` its changed lines and the bytes of its packets.
     """
 
     problem: Problem | None = None
@@ -192,4 +251,5 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 encode = msgspec.msgpack.encode
 decode_command = msgspec.msgpack.Decoder[AnyCommand](AnyCommand).decode
 decode_result = msgspec.msgpack.Decoder(CommandResult).decode
+decode_before_begin = msgspec.msgpack.Decoder(BeforeBegin).decode
 decode_rank_info = msgspec.msgpack.Decoder(RankInfo).decode

@@ -108,6 +108,14 @@ class CollectiveSource:
         if cancelled:
             raise CancelledError("another rank cancelled the step, and then reported no error")
 
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks, in the middle of a step. Every rank calls it."""
+        try:
+            return self._ranks.exchange(payload)
+        except BaseException:  # the ranks agreed on an error, or a rank is lost
+            self._over = True
+            raise
+
     def check(self) -> None:
         """Raise when this rank has to leave the step, or Cancellation when another one has left."""
         self._check_own()
@@ -398,9 +406,18 @@ class SourceOfUpdate:
                 names=self.not_finite,
             )
 
-    def look_at_stable(self) -> None:
-        """Do the same for the source's tensors, where their memory stays."""
-        if self._check_finite != "off" and not self.is_made:
+    def look_before(self) -> None:
+        """Look at tensors whose memory stays, before any is read, where that may raise."""
+        if self._check_finite == "raise":
+            self._look_at_stable()
+
+    def look_meanwhile(self) -> None:
+        """Look at tensors whose memory stays, while they are read, where that only warns."""
+        if self._check_finite == "warn":
+            self._look_at_stable()
+
+    def _look_at_stable(self) -> None:
+        if not self.is_made:
             stable = self.stable_tensors() or ()
             self.look((spec.name, t) for spec, t in zip(self.manifest.specs, stable, strict=True))
 

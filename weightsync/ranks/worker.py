@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from weightsync.backends.base import (
@@ -36,10 +37,10 @@ from weightsync.errors import (
 )
 from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
-from weightsync.ranks.comm import RankComm, compare_manifests
+from weightsync.ranks.comm import RankComm
 from weightsync.ranks.commands import (
-    LINES_DIGEST,
     AnyCommand,
+    BeforeBegin,
     Begin,
     ChangeEstimate,
     CheckMoved,
@@ -47,7 +48,6 @@ from weightsync.ranks.commands import (
     Connect,
     DeltaTask,
     End,
-    EstimateChanges,
     KeepAlive,
     Open,
     RankInfo,
@@ -55,33 +55,36 @@ from weightsync.ranks.commands import (
     TakeSnapshot,
     Transfer,
     Withdraw,
+    decode_before_begin,
+    encode,
 )
 from weightsync.ranks.replicas import CheckReplicas, ReplicaCheck
 from weightsync.ranks.sources import (
     CollectiveSource,
-    Pair,
     SourceOfUpdate,
-    Subset,
     join_parts,
-    manifest_of,
     source_device,
 )
 from weightsync.ranks.stop import StopSignal
+from weightsync.ranks.update_source import (
+    DeltaUpdate,
+    ModelComparison,
+    PairsUpdate,
+    RecordedUpdate,
+    UpdateSource,
+)
 from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.copying.layout import StreamLayout
-from weightsync.weights.copying.shards import gather
-from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, pairs_of
+from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
     NamedTensors,
     Snapshot,
     SplitSource,
     WeightSource,
-    checked_pairs,
 )
 from weightsync.weights.sources.finite import CheckFinite
 from weightsync.weights.sources.wrapping import innermost
-from weightsync.weights.tensor_kinds import check_readable
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
 
@@ -116,8 +119,8 @@ class RankWorker:
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self._original = SourceOfUpdate(source, self._collective)
         self.replicas = ReplicaCheck(ranks, check_replicas)
-        self._names = [spec.name for spec in described.manifest.specs]
-        self._compares = False
+        names = [spec.name for spec in described.manifest.specs]
+        self._comparison = ModelComparison(self.replicas, self._original, self._collective, names)
         self.rounded: Mapping[str, str] = getattr(source, "rounded", {})
         self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._options = replace(options, device=source_device(source))
@@ -134,12 +137,9 @@ class RankWorker:
         self._handshakes: dict[str, Handshake] = {}
         self._packed: bool | None = None
         self._passes: list[str] = []
-        self._in_update = False
-        self._moves_model = True
-        self._sends_delta = False
         self._changes: ChangeLog | None = None
-        self._delta: DeltaSource | None = None
-        self._records: DeltaTask | None = None
+        self._update: UpdateSource | None = None
+        self._senders: set[int] = set()
         self.calls = TorchCalls()
 
     def rank_info(self) -> RankInfo:
@@ -157,7 +157,7 @@ class RankWorker:
         """Return a backend of this sender, or one that these require."""
         return self._backends.get(name) or get_backend(name)
 
-    def do(  # noqa: C901, PLR0911  # one for each command
+    def do(  # noqa: PLR0911  # one for each command
         self, command: AnyCommand, check: Callable[[], None]
     ) -> CommandResult:
         """Execute one command, and return its result. `check` raises when a transfer must stop.
@@ -177,8 +177,6 @@ class RankWorker:
                     return self._check_moved()
                 case TakeSnapshot():
                     return self._take_snapshot()
-                case EstimateChanges():
-                    return self._estimate_changes(command)
                 case Begin():
                     return self._begin(command)
                 case Transfer():
@@ -279,6 +277,7 @@ class RankWorker:
     def _open(self, command: Open) -> CommandResult:
         self.close()
         self._packed = command.packed
+        self._senders = {rank for paths in command.paths.values() for rank in paths}
         options = replace(
             self._options,
             packed=command.packed,
@@ -360,16 +359,22 @@ class RankWorker:
     def _check_moved(self) -> CommandResult:
         """Return whether registered memory has moved. Raises in a block that sent too much."""
         self._check_own()
+        self._refuse_pairs()
+        self.source.refresh()
+        return CommandResult(moved=self._has_moved)
+
+    def _refuse_pairs(self) -> None:
+        """Raise ProtocolError for tensors that rank 0 does not send, and forget them."""
         if self.pairs is not None:
             self.pairs = None
             raise ProtocolError(
                 "this rank sends tensors that rank 0 does not; every rank has to call send() as "
                 "often as rank 0"
             )
-        self.source.refresh()
-        return CommandResult(
-            moved=any(part(engine, HeldMemory).needs_init for engine in self.engines.values())
-        )
+
+    @property
+    def _has_moved(self) -> bool:
+        return any(part(engine, HeldMemory).needs_init for engine in self.engines.values())
 
     def _take_snapshot(self) -> CommandResult:
         """Copy the source's tensors; the first time, the copy takes the place of the source."""
@@ -378,12 +383,11 @@ class RankWorker:
             self.close()
             snapshot = Snapshot(self._original.manifest)
         self._original.refresh()
-        self._moves_model = True
-        self._begin_comparison()
+        self._comparison.begin()
         with self._step():
             self._original.watch(None, reads=True)
             try:
-                self._note_replicas()
+                self._comparison.note()
                 snapshot.take(self._original, self._check_all)
             finally:
                 changed = self._original.end_watch()
@@ -394,7 +398,7 @@ class RankWorker:
                     f"{shorten(changed)}; send again when nothing else changes it",
                     names=changed,
                 )
-        self._compare_replicas()
+        self._comparison.end()
         if self._snapshot is None:
             self._snapshot = snapshot
             self.source = SourceOfUpdate(snapshot, None, self._check_finite)
@@ -406,17 +410,29 @@ class RankWorker:
             self._snapshot.drop()
             self.source.refresh()
 
-    def _estimate_changes(self, command: EstimateChanges) -> CommandResult:
-        """Return about how much has changed; nothing on a rank that no receiver reads."""
+    def _before_begin(self, command: Begin) -> BeforeBegin:
+        """Return what an update has to know before it begins; of all ranks where they need it."""
+        self._refuse_pairs()
+        found = BeforeBegin(
+            moved=command.checks_memory and self._has_moved,
+            estimate=None if command.offer is None else self._estimate(command.offer.task),
+        )
+        # Where one rank sends, and the others gather nothing for it, it decides by itself.
+        if self._collective is None or (len(self._senders) <= 1 and not self.source.is_made):
+            return found
+        return BeforeBegin.of_all(
+            map(decode_before_begin, self._collective.exchange(encode(found)))
+        )
+
+    def _estimate(self, task: DeltaTask) -> ChangeEstimate | None:
+        """Return about how much has changed; None on a rank that no receiver reads."""
         if not self.engines:
-            return CommandResult()
-        changes = self._log_of_changes(keeps=command.keeps)
-        return CommandResult(
-            estimate=ChangeEstimate(
-                share=changes.changed_share(self.source.tensors_to_sample()),
-                marked=changes.lines_since(command.bases),
-                are_newest=changes.marks_since(command.bases) is None,
-            )
+            return None
+        changes = self._log_of_changes(keeps=task.keeps)
+        return ChangeEstimate(
+            share=changes.changed_share(self.source.tensors_to_sample()),
+            marked=changes.lines_since(task.bases),
+            are_newest=changes.marks_since(task.bases) is None,
         )
 
     def _log_of_changes(self, *, keeps: bool = False) -> ChangeLog:
@@ -425,88 +441,78 @@ class RankWorker:
             self._changes = ChangeLog(StreamLayout(self.source.manifest), keeps=keeps)
         return self._changes
 
-    def _begin_delta(self, task: DeltaTask | None) -> None:
-        """Prepare what an update does about deltas, on a rank that has readers."""
-        self._delta, self._records = None, None
-        if task is None or not self.reading:
-            return
-        changes = self._log_of_changes(keeps=task.keeps)
+    def _pairs_update(self) -> PairsUpdate:
+        given, self.pairs = self.pairs, None
+        reads = bool(self.reading)
+        return PairsUpdate(self.source, given or (), self._ranks, self.replicas, is_read=reads)
+
+    def _model_update(self, task: DeltaTask | None) -> UpdateSource:
+        """Return what an update of the model sends: all of it, or a delta."""
+        reads = bool(self.reading)
+        # A snapshot was compared when it was taken.
+        comparison = self._comparison if self._snapshot is None else None
+        if task is None:
+            return UpdateSource(self.source, comparison, is_read=reads)
+        log = partial(self._log_of_changes, keeps=task.keeps)
         if not task.bases:
-            self._records = task
-            return
-        self._delta = DeltaSource(
-            changes,
-            self.source,
-            task.weights_id,
-            task.bases,
-            task.expected,
-            scrub=task.scrub,
-            by_value=task.by_value and len(self._passes) == 1,
-            to_shards=task.to_shards,
+            return RecordedUpdate(self.source, comparison, is_read=reads, task=task, log=log)
+        one_pass = len(self._passes) == 1
+        return DeltaUpdate(
+            self.source, comparison, is_read=reads, task=task, log=log, one_pass=one_pass
         )
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.reading = self._readers_of(command.readers)
         self._passes = [name for name in command.readers if not self.backend(name).requires]
-        task = command.delta
-        self._sends_delta = task is not None and bool(task.bases)
-        self._moves_model = not command.pairs
-        self._in_update = True
-        if self.source.is_made:
-            self.source.refresh(passes=len(self._passes))
-        pairs = self._take_pairs() if command.pairs else None
-        self._begin_comparison()
+        self.source.refresh(passes=len(self._passes))
+        found = BeforeBegin()
+        update: UpdateSource | None = None
+        self._update = None
+        if command.pairs:
+            self._update = update = pairs = self._pairs_update()
+            pairs.prepare(self._step)
         updates: dict[str, Any] = {}
         with self._step():
-            self.source.watch(pairs, reads=bool(self.reading))
-            self._begin_delta(command.delta)
-            if self.reading and pairs is not None:
-                self.source.look(pairs)
-            elif self.reading and self._check_finite == "raise":
-                self.source.look_at_stable()  # before a receiver in place reads it
-            source = self._source_of_update(pairs)
+            if update is None:
+                found = self._before_begin(command)
+                if found.moved:
+                    self.reading = {}
+                    return CommandResult(moved=True)
+                task = command.delta
+                if command.offer is not None and found.estimate is not None:
+                    task, _ = command.offer.decide(found.estimate)
+                update = self._update = self._model_update(task)
+            source = update.open()
             for name in self._in_order():
                 readers = self.reading.get(name)
                 if readers:
-                    # A delta is verified as a whole, by the fingerprint of the model.
-                    verify = command.verify and self._delta is None
+                    verify = command.verify and update.verifies
                     payload = self.engines[name].begin(readers, verify=verify, source=source)
                     updates[name] = _checked_payload(name, payload, readers)
-                elif self._gathers_in(name, packed=False):
+                elif self._gathers_in(name, update, packed=False):
                     self.source.drain(self._check_all)
-        manifest = None
-        if pairs is not None and updates:
-            manifest = manifest_to_wire(manifest_of(pairs))
-        elif self._delta is not None and updates:
-            manifest = manifest_to_wire(self._delta.manifest)
+        manifest = update.manifest if updates else None
         return CommandResult(
             updates=updates,
-            manifest=manifest,
-            delta=self._delta.terms if self._delta is not None else None,
+            estimate=found.estimate,
+            manifest=None if manifest is None else manifest_to_wire(manifest),
+            delta=update.terms,
             packed={name: part(self.engines[name], HeldMemory).packed for name in updates},
         )
 
-    def _source_of_update(self, pairs: list[Pair] | None) -> WeightSource:
-        """Return the source of other tensors, of a delta, or of the model."""
-        if pairs is not None:
-            return Subset([(name, gather(tensor)) for name, tensor in pairs])
-        if self._records is not None and self._changes is not None and self.source.is_made:
-            self.source.record(self._changes, self._records.weights_id)
-        return self.source if self._delta is None else self._delta
-
     def _transfer(self) -> CommandResult:
         """Transfer every byte. If it fails on any rank, the engines release waiting readers."""
+        update = self._update
+        if update is None:
+            raise ConfigError("no update was begun on this rank")
         with self._step():
             try:
-                if self.reading and self._moves_model and self._check_finite == "warn":
-                    self.source.look_at_stable()  # while the receivers read
-                self._note_replicas()
-                self._record_stable()
+                update.accompany()
                 for name in self._in_order():
                     if name in self.reading:
                         self.engines[name].transfer(self._check_all)
-                    elif self._gathers_in(name, packed=True):
+                    elif self._gathers_in(name, update, packed=True):
                         self.source.drain(self._check_all)
             except BaseException:
                 for name in self.reading:
@@ -515,40 +521,8 @@ class RankWorker:
                     except Exception:  # the error of the transfer counts
                         logger.exception("backend %s: cancel() failed", name)
                 raise
-        self._compare_replicas()
+        update.transferred()
         return CommandResult()
-
-    def _begin_comparison(self) -> None:
-        """Prepare to compare replicas in the next pass over the model, if that is to be done.
-
-        A snapshot was compared when it was taken.
-        """
-        sends_copy = self._snapshot is not None and self._in_update
-        self._compares = self._moves_model and not sends_copy and self.replicas.wants(self._names)
-        self.replicas.begin()
-        if self._collective is not None:
-            as_yielded = self._compares and not self._original.has_own_tensors
-            self._collective.replicas = self.replicas if as_yielded else None
-
-    def _note_replicas(self) -> None:
-        """Note this rank's tensors, where their memory is known, while receivers read."""
-        if self._compares and self._original.has_own_tensors:
-            self.replicas.note_all(self._original.own_tensors())
-
-    def _compare_replicas(self) -> None:
-        """Compare the ranks' replicas after a step that ended well on all of them."""
-        if self._collective is not None:
-            self._collective.replicas = None
-        if self._compares:
-            self._compares = False
-            self.replicas.compare(self._names)
-
-    def _record_stable(self) -> None:
-        """Record the lines of stable tensors while the receivers read them."""
-        task, changes = self._records, self._changes
-        if task is None or changes is None or self.source.is_made:
-            return
-        changes.record(task.weights_id, pairs_of(self.source))
 
     def _keep_alive(self, command: KeepAlive) -> CommandResult:
         """Return the liveness counters of this rank's readers."""
@@ -565,7 +539,7 @@ class RankWorker:
 
     def _end(self) -> CommandResult:
         """End the update on all engines, also after a failure; base engines end last."""
-        self._in_update = False
+        update, self._update = self._update, None
         engines = [self.engines[name] for name in self.reading]
         with ExitStack() as stack:
             changed: list[str] = []
@@ -579,16 +553,13 @@ class RankWorker:
         not_finite = self.source.not_finite
         self.source.refresh()
         digests = {name: _digest_of(self.engines[name]) for name in self.reading}
-        delta, self._delta = self._delta, None
-        if (delta is not None or self._records is not None) and self._changes is not None:
-            digests[LINES_DIGEST] = self._changes.fingerprint
-        self._records = None
+        lines, nbytes = (0, 0) if update is None else update.sent_lines
         return CommandResult(
             changed=changed,
             not_finite=not_finite,
-            digests=digests,
-            delta_lines=0 if delta is None else delta.written_lines,
-            delta_nbytes=0 if delta is None else delta.nbytes,
+            digests=digests if update is None else digests | update.digests,
+            delta_lines=lines,
+            delta_nbytes=nbytes,
             extra_nbytes=self._extra_nbytes(),
             written_nbytes=sum(_of_memory(engine, "written_nbytes") for engine in engines),
         )
@@ -616,39 +587,18 @@ class RankWorker:
         if self.fault is not None:
             raise self.fault
         self.stop.check()
-        if self._in_update:
+        if self._update is not None:
             for name in self.reading:
                 self.engines[name].check()
-
-    def _take_pairs(self) -> list[Pair]:
-        """Return this rank's tensors of `pairs`, not gathered. Raises where the ranks differ."""
-        given, self.pairs = self.pairs, None
-        with self._step():
-            taken = list(checked_pairs(given or ()))
-            for name, tensor in taken:
-                check_readable(name, tensor)
-        if self._collective is not None:
-            advice = "every rank has to send() the same"
-            compare_manifests(manifest_of(taken), self._ranks, advice=advice)
-            names = [name for name, _ in taken]
-            if self.replicas.wants(names):
-                self.replicas.begin()
-                with self._step():
-                    self.replicas.note_all(tensor for _, tensor in taken)
-                self.replicas.compare(names)
-        return taken
 
     def _in_order(self) -> list[str]:
         """Return the backends of this update in order, including those of other ranks only."""
         return [*self._passes, *(name for name in self.engines if name not in self._passes)]
 
-    def _gathers_in(self, name: str, *, packed: bool) -> bool:
+    def _gathers_in(self, name: str, update: UpdateSource, *, packed: bool) -> bool:
         """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
-        in_place = self.backend(name).reads_in_place and self._packed is False
-        if self._sends_delta:
-            in_place = False
-        takes_part = name in self._passes and self.source.is_made and self._moves_model
-        return takes_part and in_place != packed
+        in_place = update.in_place and self.backend(name).reads_in_place and self._packed is False
+        return update.is_gathered and name in self._passes and in_place != packed
 
 
 def _named(engine: TrainerWeightTransferEngine, method: str) -> None:

@@ -21,7 +21,7 @@ from weightsync.errors import (
     StaleVersionError,
     WeightSyncError,
 )
-from weightsync.ranks.commands import CheckMoved, DeltaTask
+from weightsync.ranks.commands import CheckMoved, DeltaOffer, DeltaTask
 from weightsync.report import SyncReport
 from weightsync.specs import MAX_VERSION
 from weightsync.transports.base import BaseTransport
@@ -30,7 +30,7 @@ from weightsync.update.fleet import Fleet, Member, WorldSizeChangedError, names
 from weightsync.update.joining import Joining
 from weightsync.update.lifecycle import version_after
 from weightsync.update.membership import Membership
-from weightsync.update.outgoing import LastVersion, UpdateTransaction, is_commit
+from weightsync.update.outgoing import LastVersion, MemoryMovedError, UpdateTransaction, is_commit
 from weightsync.update.paths import PathSelector
 from weightsync.update.recovery import abort_prepared
 from weightsync.wire.codec import InvalidReplyError
@@ -104,10 +104,17 @@ class Coordinator:
         if self._sends_snapshots and not taken:
             self.take_snapshot()
         before = self.fleet.sent_counts
-        last = version is not None
+        last, checks_memory = version is not None, True
         while True:
-            self.membership.ready()
-            update, terms = self._reach_most(version, label, weights_id, rewind=rewind)
+            self.membership.ready(checks_memory=False)
+            try:
+                update, terms = self._reach_most(
+                    version, label, weights_id, rewind=rewind, checks_memory=checks_memory
+                )
+            except MemoryMovedError:
+                self.membership.disconnect()
+                checks_memory = False  # a source that moves each time is sent all the same
+                continue
             sent = self.fleet.version = terms.version or 0
             self._sent = LastVersion(
                 terms, self.paths.layout, update.table_digests, {update.update_id}
@@ -244,13 +251,20 @@ class Coordinator:
         update.last_report = self._report(update, version, label, before)
 
     def _reach_most(
-        self, version: int | None, label: str | None, weights_id: str, *, rewind: bool
+        self,
+        version: int | None,
+        label: str | None,
+        weights_id: str,
+        *,
+        rewind: bool,
+        checks_memory: bool,
     ) -> tuple[UpdateTransaction, StartTerms]:
         """Send until all reachable members hold the version; `failed` of the update has the others.
 
         After a member was reconnected, the update is tried again with all members, up to _TRIES
         times. It continues without failed members where these are dropped, or where members cannot
-        roll back because an update in place was interrupted.
+        roll back because an update in place was interrupted. Raises MemoryMovedError with
+        `checks_memory`, before anything was sent.
         """
         without: dict[Member, WeightSyncError] = {}
         tries, dirty = 1, False
@@ -266,8 +280,9 @@ class Coordinator:
             update = self._update([m for m in self.fleet.members if m not in without])
             delta = self._delta_task(terms, update, tries)
             try:
-                update.send_whole(terms, delta=delta)
+                update.send_whole(terms, delta=delta, checks_memory=checks_memory and tries == 1)
             except WeightSyncError as exc:
+                self.deltas.note(update.estimate)
                 dirty = dirty or update.dirty
                 reconnected = self.membership.reconnect(update.failed)
                 ahead = version is None and isinstance(exc, StaleVersionError)
@@ -292,6 +307,7 @@ class Coordinator:
                 logger.warning("sending version %s without %s", terms.version, names(without))
                 self.membership.repair_group(rest)
             else:
+                self.deltas.note(update.estimate)
                 stale = any(isinstance(e, StaleVersionError) for e in update.failed.values())
                 if stale and version is None and tries < _TRIES:
                     # In-place members committed a version that is not newer than that of others.
@@ -304,11 +320,11 @@ class Coordinator:
 
     def _delta_task(
         self, terms: StartTerms, update: UpdateTransaction, tries: int
-    ) -> DeltaTask | None:
+    ) -> DeltaTask | DeltaOffer | None:
         """Return what an update does about deltas: after a failure it sends the whole model."""
         if tries > 1:
             return self.deltas.retry(terms)
-        return self.deltas.task(terms, update.members)
+        return self.deltas.offer(terms, update.members)
 
     def _next(self, version: int | None, *, rewind: bool) -> tuple[int, bool]:
         """Return the version to send, and whether it is a rewind, as after MAX_VERSION."""

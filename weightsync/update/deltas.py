@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from weightsync.errors import WeightSyncError, install_hint
-from weightsync.ranks.commands import ChangeEstimate, CommandResult, DeltaTask, EstimateChanges
+from weightsync.ranks.commands import ChangeEstimate, CommandResult, DeltaOffer, DeltaTask
 from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
 from weightsync.specs import Manifest
@@ -51,59 +51,50 @@ class DeltaPlanner:
         self._refusals = self._pause = 0
         self._reason = ""
         self._sampled = 0
+        self._offer: DeltaOffer | None = None
 
     @property
     def may_send(self) -> bool:
         """Whether any update may be a delta."""
         return not self._never
 
-    def task(self, terms: StartTerms, members: Sequence[Member]) -> DeltaTask | None:
-        """Return what the ranks do for deltas in the update of these members; None for nothing.
-
-        The task has no bases where the whole model is sent, and the changes are only recorded.
-        """
-        weights_id = terms.weights_id or ""
+    def offer(self, terms: StartTerms, members: Sequence[Member]) -> DeltaOffer | None:
+        """Return the delta that the update of these members may send; None for none."""
         self._reason = self._why_not(members)
         if self._reason:
             return None
         forms = [member.status.delta_forms for member in members]
         by_value = any(member.cost > _MEMORY_COST for member in members) and zstd() is not None
         by_value = by_value and all("values" in taken for taken in forms)
-        record = DeltaTask(weights_id=weights_id, keeps=by_value)
-        bases = sorted({member.delta_base or "" for member in members})
-        estimate = self._estimate(bases, keeps=by_value)
-        most = _max_share(members) if self.choice == "auto" else 1.0
-        if estimate.share is not None and estimate.share > most:
-            self._reason = f"about {estimate.share:.0%} of the lines changed"
-            return None
-        if self._pause:
-            self._pause -= 1
-            self._reason = f"deltas failed {self._refusals} times; tried later again"
-            return None if self._pause else record
-        if "" in bases:
-            self._reason = "the receivers hold no weights of this sender that it knows"
-            return record
-        slow_and_older = by_value and not estimate.are_newest and estimate.share is None
-        if estimate.marked is None or slow_and_older:
-            self._reason = "the changes since the weights that the receivers hold are not known"
-            return record
-        if estimate.share is None or self._refusals:  # room for all that pay, or for all
-            expected = int(most * self.lines)
-        else:
-            expected = min(int(estimate.share * self.lines) + estimate.marked, self.lines)
-        to_shards = any("shards" in taken for taken in forms)
-        scrub = self._next_scrub()
-        # A line of each tensor; shards hold parts of lines, which the sender's sums do not tell.
-        self._sampled = len(self._group.manifest.specs) + (0 if to_shards else scrub[1])
-        return DeltaTask(
-            weights_id=weights_id,
-            bases=bases,
-            expected=expected,
-            scrub=scrub,
-            by_value=by_value and estimate.are_newest,
-            keeps=by_value,
-            to_shards=to_shards,
+        self._offer = DeltaOffer(
+            task=DeltaTask(
+                weights_id=terms.weights_id or "",
+                bases=sorted({member.delta_base or "" for member in members}),
+                scrub=self._next_scrub(),
+                by_value=by_value,
+                keeps=by_value,
+                to_shards=any("shards" in taken for taken in forms),
+            ),
+            most=_max_share(members) if self.choice == "auto" else 1.0,
+            lines=self.lines,
+            refusals=self._refusals,
+            pause=self._pause,
         )
+        return self._offer
+
+    def note(self, estimate: ChangeEstimate | None) -> None:
+        """Note what the ranks decided about the offer by this estimate; None if they did not."""
+        offer, self._offer = self._offer, None
+        if offer is None or estimate is None:
+            return
+        task, self._reason = offer.decide(estimate)
+        few_changed = estimate.share is None or estimate.share <= offer.most
+        if self._pause and few_changed:
+            self._pause -= 1
+        if task is not None and task.bases:
+            # A line of each tensor; shards hold parts of lines, which the sender's sums don't tell.
+            read_back = 0 if task.to_shards else task.scrub[1]
+            self._sampled = len(self._group.manifest.specs) + read_back
 
     def _why_not(self, members: Sequence[Member]) -> str:
         """Return why these members are sent no delta, whatever has changed."""
@@ -177,18 +168,6 @@ class DeltaPlanner:
             sampled=min(self._sampled / max(self.lines, 1), 1.0),
             nbytes=nbytes,
             saved_nbytes=max(whole - nbytes, 0),
-        )
-
-    def _estimate(self, bases: Sequence[str], *, keeps: bool) -> ChangeEstimate:
-        """Return what the ranks know, of the rank with the most changes."""
-        command = EstimateChanges(bases=list(bases), keeps=keeps)
-        known = [r.estimate for r in self._group.run_on_all(command) if r.estimate is not None]
-        shares = [one.share for one in known]
-        marked = [one.marked for one in known]
-        return ChangeEstimate(
-            share=None if None in shares else max(filter(None, shares), default=0.0),
-            marked=None if None in marked else max(filter(None, marked), default=0),
-            are_newest=all(one.are_newest for one in known),
         )
 
 

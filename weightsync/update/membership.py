@@ -93,13 +93,18 @@ class Membership:
             self.connected = False
             self._paths.withdraw(leaves=leaves)
 
-    def ready(self, members: Sequence[Member] | None = None) -> None:
+    def ready(self, members: Sequence[Member] | None = None, *, checks_memory: bool = True) -> None:
         """Connect members (None: all), and send them their unconfirmed requests.
 
-        Connects after `release`, or where registered memory has moved.
+        Connects after `release`, and where registered memory has moved. An update of the model
+        finds that itself.
         """
         group = self._fleet.group
-        if self.connected and any(result.moved for result in group.run_on_all(CheckMoved())):
+        if (
+            self.connected
+            and checks_memory
+            and any(result.moved for result in group.run_on_all(CheckMoved()))
+        ):
             self.disconnect()
         if not self.connected:
             self.connect()

@@ -29,8 +29,11 @@ from weightsync.errors import (
 )
 from weightsync.ranks.commands import (
     LINES_DIGEST,
+    BeforeBegin,
     Begin,
+    ChangeEstimate,
     CommandResult,
+    DeltaOffer,
     DeltaTask,
     End,
     ReadersByRank,
@@ -75,6 +78,10 @@ COMMITTED_STATES: tuple[StateName, ...] = ("READY", "CATCHING_UP")
 """The states after a finish. CATCHING_UP: the fleet moved on, and a part of the model came."""
 
 
+class MemoryMovedError(Exception):  # only a signal: the coordinator connects the fleet again
+    """Memory that receivers have mapped was moved. No receiver knows of the update."""
+
+
 class UpdateTransaction:
     """A transaction over members of the fleet. The sender creates it; `send` adds tensors.
 
@@ -84,7 +91,8 @@ class UpdateTransaction:
 
     `failed` has the members that did not finish, `replies` the last replies of the others.
     `dirty` is True after an abort that left a receiver TORN, `finishing` when a finish request
-    may have been sent: the update cannot be aborted any more.
+    may have been sent: the update cannot be aborted any more. `estimate` is what the ranks decided
+    an offered delta by.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class UpdateTransaction:
         self.dirty = False
         self.finishing = False
         self.replies: dict[Member, StepReply] = {}
+        self.estimate: ChangeEstimate | None = None
         self._members = list(members)
         self._fleet = fleet
         self._group = fleet.group
@@ -108,6 +117,7 @@ class UpdateTransaction:
         self._results: list[CommandResult] = []
         self._whole = False
         self._delta: DeltaTask | None = None
+        self._offer: DeltaOffer | None = None
         self._aborted = False
         self._torn: list[str] = []
         self._servers: list[FleetServer] = []
@@ -155,12 +165,15 @@ class UpdateTransaction:
         terms: StartTerms,
         *,
         same_as: LastVersion | None = None,
-        delta: DeltaTask | None = None,
+        delta: DeltaTask | DeltaOffer | None = None,
+        checks_memory: bool = False,
     ) -> None:
         """Send the whole model with two messages per receiver: start, load and prepare; finish.
 
-        With the bases of a `delta`, what changed of it since then. Raises TransferError where the
-        weights differ from those that `same_as` was sent with, or where that cannot be told.
+        With the bases of a `delta`, what changed of it since then; an offer is decided by the
+        ranks, see `estimate`. Raises TransferError where the weights differ from those that
+        `same_as` was sent with, or where that cannot be told, and MemoryMovedError with
+        `checks_memory`.
         """
         layout, verify = self._paths.layout, self._verify and bool(self._group.manifest.nbytes)
         has_lines = delta is not None
@@ -168,12 +181,17 @@ class UpdateTransaction:
             raise same_as.unknown()  # before a receiver in place is written to
         try:
             self._whole = True
-            self._delta = delta
             self._version = terms.version
-            self._transfer(terms=terms, prepare=True)
+            if isinstance(delta, DeltaOffer):
+                self._offer = delta
+            else:
+                self._delta = delta
+            self._transfer(terms=terms, prepare=True, checks_memory=checks_memory)
             if same_as is not None:
                 same_as.check_unchanged(self.table_digests, layout, verify=verify)
             self.finish()
+        except MemoryMovedError:
+            raise  # no receiver knows of this update
         except BaseException as exc:
             self.abort(f"the sender gave up: {type(exc).__name__}")
             raise
@@ -327,7 +345,12 @@ class UpdateTransaction:
         return True
 
     def _transfer(
-        self, *, terms: StartTerms | None = None, prepare: bool = False, pairs: bool = False
+        self,
+        *,
+        terms: StartTerms | None = None,
+        prepare: bool = False,
+        pairs: bool = False,
+        checks_memory: bool = False,
     ) -> None:
         """Send one message to each receiver, and the bytes of the message while they read."""
         started = time.perf_counter()
@@ -336,7 +359,9 @@ class UpdateTransaction:
             readers=self._readers_by_rank(members),
             verify=self._verify,
             pairs=pairs,
+            checks_memory=checks_memory,
             delta=self._delta,
+            offer=self._offer,
         )
         epoch = next(_EPOCHS)
 
@@ -350,10 +375,13 @@ class UpdateTransaction:
         try:
             try:
                 self._begun = self._group.run_on_all(begin)
+                self._note_begun()
                 calls = dict(zip(members, self._fleet.begin(request, members), strict=True))
                 self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
                 self._seconds["transfer"] = time.perf_counter() - started
                 self._fleet.await_all(list(calls.values()), idle=lambda: self._watch(calls))
+            except MemoryMovedError:
+                raise
             except BaseException as exc:
                 self._stop(calls, exc)
                 raise
@@ -375,6 +403,15 @@ class UpdateTransaction:
                 raise ConfigError(
                     f"backend {member.backend!r}: table_digest is None after a verified transfer"
                 )
+
+    def _note_begun(self) -> None:
+        """Take what the ranks found and decided. Raises MemoryMovedError where none has begun."""
+        found = BeforeBegin.of_all(self._begun)
+        if found.moved:
+            raise MemoryMovedError
+        if self._offer is not None and found.estimate is not None:
+            self.estimate = found.estimate
+            self._delta, _ = self._offer.decide(found.estimate)
 
     def _readers_by_rank(self, members: Sequence[Member]) -> ReadersByRank:
         """Return the readers of an update of these members."""
@@ -556,13 +593,17 @@ class UpdateTransaction:
                         continue
                     self._first_failed = member
                     raise answer.error
-                engine = self._group.worker.engines[member.backend]
-                if not member.rank and part(engine, ReaderWatch).has_unread(member.reader):
+                if not member.rank and self._has_unread(member):
                     self.failed[member] = ProtocolError(
                         f"{member.target} replied that the update is complete, but has not read "
                         "the ring to its end; do several receivers share this target?"
                     )
                     raise self.failed[member]
+
+    def _has_unread(self, member: Member) -> bool:
+        """Whether a reader of this rank has not read all bytes."""
+        engine = self._group.worker.engines[member.backend]
+        return part(engine, ReaderWatch).has_unread(member.reader)
 
     def _watch(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
         """While receivers are at work that have all bytes from here: see that none waits for ever.
