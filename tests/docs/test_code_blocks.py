@@ -81,7 +81,6 @@ SHOWN: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/errors.md", "text"): (1, "the tree; tests/docs/test_errors.py compares it"),
     ("docs/quickstart.md", "text"): (1, "what the program above it prints"),
     ("docs/scaling.md", "text"): (1, "a formula"),
-    ("docs/serving.md", "text"): (2, "what runs by hand printed"),
 }
 """What is no code: how many blocks on a page, and what they are."""
 
