@@ -17,6 +17,7 @@ from torch import nn
 import weightsync as ws
 from weightsync.backends import base
 from weightsync.backends.ipc import transfer
+from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import TransferTimeout
 from weightsync.update.gate import ReadWriteGate
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit
@@ -95,6 +96,13 @@ class TestCopies:
             "waited for cuda:0, stream 7",
             "waited for cuda:1, stream 0",
         ]
+
+    def test_copies_of_a_hook_may_be_on_any_stream_of_their_gpus(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", driver.log.append)
+        wait_for_all_streams([FIRST, torch.device("cpu"), SECOND, FIRST])
+        assert sorted(map(str, driver.log)) == ["cuda:0", "cuda:1"]
 
 
 class TestGate:
