@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from weightsync.cuda import devices
 from weightsync.errors import BackendUnavailableError, ConfigError, HandleError
 from weightsync.shm.host_keys import host_key
 from weightsync.wire.offers import CudaHandle
@@ -207,7 +208,7 @@ def withdraw(handle: CudaHandle) -> None:
 
 def collect() -> None:
     """Free exported memory that its owner dropped and its readers gave back; fast."""
-    if _initialized():
+    if devices.in_use():
         ipc_collect: Callable[[], None] = torch.cuda.ipc_collect
         ipc_collect()
 
@@ -329,12 +330,7 @@ def _on_mig() -> bool:
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
         return True
     # The name of a GPU is not read before CUDA is initialised: that would make a context.
-    return _initialized() and " MIG " in torch.cuda.get_device_name()
-
-
-def _initialized() -> bool:
-    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
-    return is_initialized()
+    return devices.in_use() and " MIG " in torch.cuda.get_device_name()
 
 
 def _in_forked_child() -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
+from weightsync.cuda import devices
 from weightsync.errors import BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class CpuGpuBuffer:
                 f"a buffer's size is one whole number for each of one dimension or more, as in "
                 f"CpuGpuBuffer(3, 4, dtype=…); this is {size}"
             )
-        target = torch.device(device) if device is not None else _default_device()
+        target = torch.device(device) if device is not None else devices.default()
         pinned = pin_memory and target.type == "cuda" and torch.cuda.is_available()
         self.cpu = torch.zeros(*size, dtype=dtype, device="cpu", pin_memory=pinned)
         self.gpu = torch.zeros(*size, dtype=dtype, device=target)
@@ -224,7 +225,3 @@ def numpy_view(tensor: torch.Tensor) -> NDArray[Any]:
 
 def _is_size(size: Sequence[object]) -> bool:
     return bool(size) and all(isinstance(rows, int) and rows >= 0 for rows in size)
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
