@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -20,10 +21,12 @@ from weightsync.errors import (
     RemoteError,
     TransportTimeout,
 )
+from weightsync.integrations.engine_control import EngineClient
 from weightsync.transports.base import Transport
 from weightsync.transports.http import HttpTransport
 from weightsync.wire import codec
 from weightsync.wire.messages import FinishRequest, StatusRequest, StepReply
+from weightsync.wire.problem import encode_problem, to_problem
 
 ANSWER = codec.encode(StepReply(state="READY", version=1))
 
@@ -255,6 +258,58 @@ def test_a_connection_is_closed_after_a_server_error() -> None:
         transport.call(FinishRequest(), timeout_s=10)
         transport.close()
     assert len(accepted) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b'{"title":1}',
+        b'{"title":"x","status":"y"}',
+        b"\xff\xfe",
+        b"[" * 9999,
+    ],
+)
+def test_what_is_no_problem_document_is_quoted(body: bytes) -> None:
+    with scripted_peer(answering(http("502 Bad", body))) as (url, _):
+        transport = HttpTransport(url)
+        with pytest.raises(RemoteError, match="answered 502, not a problem document") as caught:
+            transport.call(FinishRequest(), timeout_s=10)
+        transport.close()
+    assert caught.value.remote_type == "HTTP 502"
+
+
+@pytest.mark.parametrize("kind", [HttpTransport, EngineClient])
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_of_any_server_is_an_auth_error(kind: type[HttpTransport], status: int) -> None:
+    with scripted_peer(answering(http(f"{status} No", b'{"error":"no"}'))) as (url, _):
+        transport = kind(url)
+        with pytest.raises(AuthError, match=f"refused finish_weight_update with {status}"):
+            transport.call(FinishRequest(), timeout_s=10)
+        transport.close()
+
+
+@pytest.mark.parametrize("error", [{"message": "no such route"}, "no such route"])
+def test_an_engines_own_error_has_its_reason(error: object) -> None:
+    body = json.dumps({"error": error}).encode()
+    with scripted_peer(answering(http("400 Bad", body))) as (url, _):
+        transport = EngineClient(url)
+        with pytest.raises(RemoteError, match="answered 400: no such route") as caught:
+            transport.deliver(FinishRequest(), timeout_s=10)
+        transport.close()
+    assert caught.value.remote_message == "no such route"
+
+
+def test_a_problem_document_to_a_client_of_engines_is_its_error() -> None:
+    problem = to_problem(ConfigError("no such thing"))
+    body = encode_problem(problem)
+    with scripted_peer(answering(http("400 Bad", body))) as (url, _):
+        transport = EngineClient(url)
+        with pytest.raises(ConfigError, match="no such thing"):
+            transport.deliver(FinishRequest(), timeout_s=10)
+        transport.close()
 
 
 def test_a_late_answer_is_a_timeout() -> None:

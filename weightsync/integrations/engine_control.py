@@ -1,4 +1,4 @@
-"""HTTP calls to the control endpoints of an inference engine's own server: vLLM's, SGLang's."""
+"""HTTP calls to an inference engine's own server: vLLM's, SGLang's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from abc import ABC, abstractmethod
 from typing import Any
 from urllib.parse import urlsplit
 
-from weightsync.errors import AuthError, ConfigError, RemoteError, WeightSyncError
+from weightsync.errors import ConfigError, RemoteError, WeightSyncError
 from weightsync.transports.http import HttpTransport, json_object
 
 
-class EngineControl(HttpTransport, ABC):
-    """Calls to the server at `url`. Each raises WeightSyncError."""
+class EngineClient(HttpTransport):
+    """Calls to a server that may be an engine's own: its errors have the reason that it gives."""
+
+    def _foreign_error(self, call: str, status: int, answer: bytes) -> RemoteError:
+        reason = reason_of(answer)
+        return RemoteError(
+            f"{self.target}: {call} answered {status}: {reason}",
+            remote_type=f"HTTP {status}",
+            remote_message=reason,
+        )
+
+
+class EngineControl(EngineClient, ABC):
+    """Calls to the control endpoints of the engine at `url`. Each raises WeightSyncError."""
 
     auth_advice = "give its token as token="
-    """The end of the message of an AuthError."""
 
     @classmethod
     def serves(
@@ -46,19 +57,6 @@ class EngineControl(HttpTransport, ABC):
         if status != 200 or found.get("success") is False:
             raise self._error(call.partition("?")[0], status, answer)
         return found
-
-    def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
-        """Return the error for an answer that refuses `call`."""
-        if status in (401, 403):
-            return AuthError(
-                f"{self.target} refused {call} with {status}; {self.auth_advice}", status=status
-            )
-        reason = reason_of(answer)
-        return RemoteError(
-            f"{self.target}: {call} answered {status}: {reason}",
-            remote_type=f"HTTP {status}",
-            remote_message=reason,
-        )
 
 
 def reason_of(answer: bytes) -> str:

@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError
+from weightsync.integrations.engine_control import EngineClient
 from weightsync.integrations.servers import read_target
 from weightsync.integrations.vllm.server import SCHEME
 from weightsync.transports.base import Transport
@@ -155,7 +156,7 @@ class _GenerateClient(HttpTransport):
                 f"vllm+{self.target} where it is a vLLM server"
             )
         if status != 200:
-            self._refuse("generate", status, body)
+            raise self._error("generate", status, body)
         try:
             completions = msgspec.json.decode(body, type=_Answer).completions
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -204,7 +205,7 @@ class _Models(msgspec.Struct, frozen=True, kw_only=True):
     data: list[_Model]
 
 
-class _VllmClient(HttpTransport):
+class _VllmClient(EngineClient):
     """Client of vLLM's `POST /v1/completions`, which asks our engine for the version."""
 
     def __init__(self, url: str, token: str | None = None, *, verify_tls: bool | str) -> None:
@@ -273,7 +274,7 @@ class _VllmClient(HttpTransport):
         body = None if fields is None else msgspec.json.encode(fields)
         status, answer = self._exchange(path, body, timeout_s)
         if status != 200:
-            self._refuse(path, status, answer)
+            raise self._error(path, status, answer)
         try:
             return msgspec.json.decode(answer, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
+
+import msgspec
 
 from weightsync.errors import (
     AuthError,
@@ -29,6 +31,7 @@ from weightsync.errors import (
     ProtocolError,
     RemoteError,
     TransportTimeout,
+    WeightSyncError,
 )
 from weightsync.shm.addresses import ResolveTimeout, resolve
 from weightsync.transports.base import BaseTransport
@@ -38,8 +41,9 @@ from weightsync.transports.tokens import (
     check_token_type,
     token_from_environment,
 )
-from weightsync.wire import codec, problem
+from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, AbortRequest, Reply, Request, StatusRequest
+from weightsync.wire.problem import Problem, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +325,9 @@ class HttpTransport(BaseTransport):
     to be closed. Raises ConfigError for anything but an http or https URL.
     """
 
+    auth_advice = f"give its token as token= or in {TOKEN_VARIABLE}"
+    """The end of the message of an AuthError."""
+
     def __init__(
         self, url: str, token: str | None = None, *, verify_tls: bool | str | ssl.SSLContext = True
     ) -> None:
@@ -339,7 +346,7 @@ class HttpTransport(BaseTransport):
             call, None if isinstance(request, StatusRequest) else body, timeout_s
         )
         if status != 200:
-            self._refuse(call, status, answer)
+            raise self._error(call, status, answer)
         try:
             return codec.decode_reply(call, answer)
         except codec.InvalidReplyError as exc:
@@ -351,12 +358,12 @@ class HttpTransport(BaseTransport):
     def deliver(self, request: Request, *, timeout_s: float) -> None:
         """Send one request to a server of any kind, of whose response only the status is checked.
 
-        Raises as `call` does; RemoteError has the reason that a foreign server gives.
+        Raises as `call` does.
         """
         call = CALL_OF[type(request)]
         status, answer = self._exchange(call, codec.encode(request), timeout_s)
         if not 200 <= status < 300:
-            self._refuse(call, status, answer)
+            raise self._error(call, status, answer)
 
     def check_access(self, timeout_s: float) -> None:
         """Raise AuthError where the server refuses the token; changes nothing.
@@ -366,7 +373,7 @@ class HttpTransport(BaseTransport):
         call = CALL_OF[AbortRequest]
         status, answer = self._exchange(call, b"{", timeout_s)
         if status in (401, 403):
-            self._refuse(call, status, answer)
+            raise self._error(call, status, answer)
 
     def get(
         self, path: str, *, timeout_s: float, max_nbytes: int = MAX_REPLY_NBYTES
@@ -405,18 +412,29 @@ class HttpTransport(BaseTransport):
         host = self._parts.hostname or ""
         return _ConnectionPool(host, port, self._tls, size=POOL_SIZE * users, users=users)
 
-    def _refuse(self, call: str, status: int, answer: bytes) -> NoReturn:
+    def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
+        """Return the error that an answer other than the reply to `call` describes."""
         try:
-            problem.raise_problem(answer, status=status, peer=self._target, call=call)
-        except RemoteError as exc:
-            if status in (401, 403):
-                raise AuthError(
-                    f"{self._target} refused {call} with {status}; give its token as token= or "
-                    f"in {TOKEN_VARIABLE}",
-                    status=status,
-                ) from exc
-            raise
-        raise AssertionError("raise_problem returned")
+            document = msgspec.json.decode(answer, type=Problem)
+        except msgspec.DecodeError:
+            error: WeightSyncError = self._foreign_error(call, status, answer)
+        else:
+            error = error_of(document, peer=self._target, call=call)
+        if isinstance(error, RemoteError) and status in (401, 403):
+            return AuthError(
+                f"{self._target} refused {call} with {status}; {self.auth_advice}", status=status
+            )
+        return error
+
+    def _foreign_error(self, call: str, status: int, answer: bytes) -> RemoteError:
+        """Return the error of an answer that is no problem document."""
+        text = answer[:300].decode("utf-8", "replace")
+        return RemoteError(
+            f"{self._target}: {call} answered {status}, not a problem document: {text[:80]!r}; "
+            "is this the URL of a weightsync server?",
+            remote_type=f"HTTP {status}",
+            remote_message=text,
+        )
 
     def _exchange(
         self,

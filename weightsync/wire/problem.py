@@ -110,22 +110,6 @@ def decode_error(body: bytes, *, peer: str = "") -> WeightSyncError:
     return from_problem(msgspec.json.decode(body, type=Problem), peer=peer)
 
 
-def raise_problem(body: bytes, *, status: int, peer: str, call: str) -> None:
-    """Raise the error that a failed answer of `peer` to `call` describes."""
-    try:
-        problem = msgspec.json.decode(body, type=Problem)
-    except msgspec.DecodeError:
-        text = body[:300].decode("utf-8", "replace")
-        reason = foreign_reason(body)
-        told = f": {reason}" if reason else f", not a problem document: {text[:80]!r}"
-        raise RemoteError(
-            f"{peer}: {call} answered {status}{told}; is this the URL of a weightsync server?",
-            remote_type=f"HTTP {status}",
-            remote_message=text,
-        ) from None
-    raise error_of(problem, peer=peer, call=call)
-
-
 def error_of(problem: Problem, *, peer: str, call: str) -> WeightSyncError:
     """Return the error that `peer` describes after `call`.
 
@@ -134,23 +118,6 @@ def error_of(problem: Problem, *, peer: str, call: str) -> WeightSyncError:
     """
     is_foreign = _CLASSES.get(problem.error, RemoteError) is RemoteError
     return from_problem(problem, peer=f"{peer}: {call}" if is_foreign else peer)
-
-
-class _ForeignReason(msgspec.Struct):
-    message: str
-
-
-class _ForeignAnswer(msgspec.Struct):
-    error: _ForeignReason | str
-
-
-def foreign_reason(body: bytes) -> str:
-    """Return the reason in an OpenAI-like error answer, as vLLM's; empty where there is none."""
-    try:
-        error = msgspec.json.decode(body, type=_ForeignAnswer).error
-    except msgspec.DecodeError:
-        return ""
-    return error if isinstance(error, str) else error.message
 
 
 def from_problem(problem: Problem, *, peer: str = "") -> WeightSyncError:
@@ -186,4 +153,4 @@ def _plain(value: Any) -> int | str | list[str]:
     return value if isinstance(value, int) else str(value)
 
 
-prepare(Problem, _ForeignAnswer)
+prepare(Problem)

@@ -482,8 +482,8 @@ def _deliverer(args: IPCTrainerSendWeightsArgs, stack: ExitStack) -> _Deliver:
     if callable(args.send_mode):
         return _caller(args.send_mode, args.timeout_s, stack)
     if args.send_mode == "http":
-        http = import_module("weightsync.transports.http")
-        transport = http.HttpTransport(str(args.url), args.token)
+        control = import_module("weightsync.integrations.engine_control")
+        transport = control.EngineClient(str(args.url), args.token)
         stack.callback(transport.close)
 
         def post(info: IPCWeightTransferUpdateInfo) -> None:
