@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import weightsync as ws
 from weightsync.integrations.huggingface import MergedSource
 from weightsync.shm import shared_stream
-from weightsync.weights.sources.base import SourceWatch, YieldWatch
+from weightsync.weights.sources.base import SourceExtras, SourceWatch, YieldWatch
 
 SIDE = 64
 LAYERS = 12
@@ -308,6 +308,11 @@ class TestWrappers:
     def test_of_shards(self, wrap: str) -> None:
         with sharded(Experts(1)) as model:
             self.check(model, WRAPPERS[wrap](model), foreach)
+
+    def test_all_that_a_source_may_tell_is_told_by_its_wrapper(self) -> None:
+        told = {name for name in vars(SourceExtras) if not name.startswith("_")}
+        assert told == {"made_of", "changed", "rounded", "device_types"}
+        assert told <= set(vars(ws.WrappingSource))
 
     def test_a_wrapper_that_stops_early_is_checked_to_the_end(self) -> None:
         class First(Doubled):

@@ -28,6 +28,7 @@ from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
     IterableSource,
     ModuleSource,
+    SourceExtras,
     SourceWatch,
     SplitSource,
     WeightSource,
@@ -454,13 +455,13 @@ class SourceOfUpdate:
             stable = None if self.is_made else self.whole_tensors()
             if stable is not None:
                 self._watch.begin([spec.name for spec in self.manifest.specs], stable)
-            elif hasattr(given, "made_of"):
-                self._watch.begin(*given.made_of())
+            elif (made_of := SourceExtras(given).made_of()) is not None:
+                self._watch.begin(*made_of)
 
     def end_watch(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `watch`; see `SourceWatch.end`."""
         changed = self._watch.end(is_adopted) + self._differ
-        return [*changed, *getattr(self._given, "changed", ())]
+        return [*changed, *SourceExtras(self._given).changed]
 
     def _compared(self) -> Iterator[Pair]:
         self._passes += 1
@@ -501,9 +502,10 @@ def source_device(source: WeightSource) -> torch.device:
     if stable:
         return stable[0].device
     inner = innermost(source)
-    types: set[str] = getattr(inner, "device_types", set())
-    if not types and hasattr(inner, "made_of"):
-        types = {gathered_device(tensor) for tensor in inner.made_of()[1]}
+    extras = SourceExtras(inner)
+    types = extras.device_types
+    if not types and (made_of := extras.made_of()) is not None:
+        types = {gathered_device(tensor) for tensor in made_of[1]}
     if types and "cuda" not in types:
         return torch.device("cpu")
     return devices.current() or torch.device("cpu")

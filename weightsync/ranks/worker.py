@@ -80,6 +80,7 @@ from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
     NamedTensors,
     Snapshot,
+    SourceExtras,
     SplitSource,
     WeightSource,
 )
@@ -121,7 +122,7 @@ class RankWorker:
         self.replicas = ReplicaCheck(ranks, check_replicas)
         names = [spec.name for spec in described.manifest.specs]
         self._comparison = ModelComparison(self.replicas, self._original, self._collective, names)
-        self.rounded: Mapping[str, str] = getattr(source, "rounded", {})
+        self.rounded = SourceExtras(source).rounded
         self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}

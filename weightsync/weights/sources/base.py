@@ -6,6 +6,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import groupby
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -223,12 +224,13 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 class WeightSource(Protocol):
     """The tensors that a sender sends.
 
-    A source whose `stable_tensors` is None may also have `made_of() -> (names, tensors)`: the
-    tensors from which it makes those that it sends. An update fails with VerificationError where
-    these change while it is sent, or where `changed`, which any source may have, then names some.
-    Any source may have `rounded`, the original dtypes by name of the tensors that it casts to a
-    floating-point dtype that is not larger: receivers that keep such a tensor in more digits than
-    it has any more are named in a warning. One whose ranks hold different tensors is a SplitSource.
+    It may also have `made_of() -> (names, tensors)`, from which it makes those that it sends, and
+    `changed`, names of tensors: an update fails with VerificationError where the former change
+    while it is sent, or the latter is not empty then. `rounded` has the original dtypes by name of
+    tensors that it casts to a floating-point dtype that is not larger: receivers that keep such a
+    tensor in more digits than it has any more are named in a warning. `device_types` has the types
+    of the devices of tensors that it makes. If its ranks hold different tensors, it is a
+    SplitSource.
     """
 
     @property
@@ -246,6 +248,36 @@ class WeightSource(Protocol):
 
         None where they are made for each update. Called once per update.
         """
+
+
+class SourceExtras:
+    """The members that a WeightSource may have beside its own; defaults for one that lacks them."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def made_of(self) -> tuple[Sequence[str], Sequence[torch.Tensor]] | None:
+        """Return names and tensors from which the source makes those that it sends, if it tells."""
+        made: Callable[[], tuple[Sequence[str], Sequence[torch.Tensor]]] | None
+        made = getattr(self._source, "made_of", None)
+        return None if made is None else made()
+
+    @property
+    def changed(self) -> Sequence[str]:
+        """The tensors that the source found to have changed while it was sent."""
+        return getattr(self._source, "changed", ())
+
+    @property
+    def rounded(self) -> Mapping[str, str]:
+        """The original dtypes of tensors that the source rounds."""
+        rounded: Mapping[str, str] = getattr(self._source, "rounded", {})
+        return rounded
+
+    @property
+    def device_types(self) -> AbstractSet[str]:
+        """The types of the devices of tensors that are made; empty where they are not known."""
+        types: AbstractSet[str] = getattr(self._source, "device_types", frozenset())
+        return types
 
 
 @runtime_checkable

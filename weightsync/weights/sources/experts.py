@@ -27,6 +27,7 @@ from weightsync.errors import ConfigError, shorten
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.sinks.module_sink import Rename, rename_with
+from weightsync.weights.sources.base import SourceExtras
 from weightsync.weights.sources.wrapping import WrappingSource
 
 ExpertLayout = Literal["qwen3_moe", "mixtral"]
@@ -105,7 +106,7 @@ class PerExpertSource(WrappingSource):
     @property
     def rounded(self) -> Mapping[str, str]:
         """The tensors that the source rounds, by their names here."""
-        rounded: Mapping[str, str] = getattr(self.source, "rounded", {})
+        rounded = SourceExtras(self.source).rounded
         return {new: dtype for name, dtype in rounded.items() for new in self._names[name]}
 
     def convert(
@@ -198,7 +199,7 @@ class FusedExpertsSource(WrappingSource):
     @property
     def rounded(self) -> Mapping[str, str]:
         """The tensors that the source rounds, by their names here."""
-        rounded: Mapping[str, str] = getattr(self.source, "rounded", {})
+        rounded = SourceExtras(self.source).rounded
         places = self._places
         whole = {name: places[name].fused.name if name in places else name for name in rounded}
         return {self._names[whole[name]]: dtype for name, dtype in rounded.items()}

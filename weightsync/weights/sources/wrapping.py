@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import final
 
 import torch
 
 from weightsync.arguments import Dtype
 from weightsync.specs import Manifest
-from weightsync.weights.sources.base import IterableSource, WeightSource, as_source, checked
+from weightsync.weights.sources.base import (
+    IterableSource,
+    SourceExtras,
+    WeightSource,
+    as_source,
+    checked,
+)
 
 
 class WrappingSource(ABC):
@@ -75,10 +82,9 @@ class WrappingSource(ABC):
 
         None of a source whose own tensors are new ones every time: that one reports `changed`.
         """
-        found = getattr(self.source, "made_of", None)
+        found = SourceExtras(self.source).made_of()
         if found is not None:
-            names, tensors = found()
-            return names, tensors
+            return found
         stable = self.source.stable_tensors()
         if stable is None:
             return [], []
@@ -87,14 +93,19 @@ class WrappingSource(ABC):
     @property
     def rounded(self) -> Mapping[str, str]:
         """The tensors that `source` rounds, under their names here; a subclass maps the names."""
-        rounded: Mapping[str, str] = getattr(self.source, "rounded", {})
+        rounded = SourceExtras(self.source).rounded
         names = self.manifest.index
         return {name: dtype for name, dtype in rounded.items() if name in names}
 
     @property
     def changed(self) -> Sequence[str]:
         """The names that `source` reports as changed while they were sent."""
-        return getattr(self.source, "changed", ())
+        return SourceExtras(self.source).changed
+
+    @property
+    def device_types(self) -> AbstractSet[str]:
+        """The types of the devices on which `source` makes its tensors."""
+        return SourceExtras(self.source).device_types
 
 
 def innermost(source: WeightSource) -> WeightSource:
