@@ -208,6 +208,8 @@ class Membership:
         reached, unless `drops`; any other error means that the update is over on that member.
         """
         finished: dict[Member, StepReply] = {}
+        if all(m.unfinished is None and m.unaborted is None for m in members):
+            return finished
         pending = [m for m in members if m.unfinished is not None]
         answers = self._fleet.call(
             lambda m: m.unfinished or FinishRequest(), pending, timeout_s=timeout_s

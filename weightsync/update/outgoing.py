@@ -236,7 +236,8 @@ class UpdateTransaction:
         self._drop_servers()
         self._describe_fleet()
         self.finishing = True
-        self._abort([member for member in self._members if member in self.failed], "it failed here")
+        if self.failed:
+            self._abort([m for m in self._members if m in self.failed], "it failed here")
         staying = self._staying
         for member in staying:
             member.delta_base = None
