@@ -78,7 +78,7 @@ from weightsync.transports.factory import (
     targets_of,
 )
 from weightsync.update.coordinator import Coordinator, OnFailure
-from weightsync.update.deltas import DeltaChoice, why_never
+from weightsync.update.deltas import DeltaChoice, check_choice, why_never
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
@@ -194,6 +194,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         as_flag("verify", verify)
         as_choice("on_failure", on_failure, OnFailure)
         as_choice("delta", delta, DeltaChoice)
+        check_choice(delta)
         as_choice("check_finite", check_finite, CheckFinite)
         as_choice("check_replicas", check_replicas, CheckReplicas)
         backends, unusable = choose_backends(backend)

@@ -230,16 +230,9 @@ def victim(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     small_packets: None,
-    loops: None,
 ) -> Iterator[Victim]:
     with ExitStack() as stack:
         yield Victim(request.param, GuardedPages(monkeypatch), stack)
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(lines, "kernels", lambda: None)
 
 
 TOP = (1 << 64) - 1
@@ -375,7 +368,7 @@ def test_damaged_deltas_are_refused(victim: Victim, size: int) -> None:
     assert refused > taken
 
 
-@pytest.mark.usefixtures("small_packets", "loops")
+@pytest.mark.usefixtures("small_packets")
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", ["pointer", "copy", "hook", "in place"])
 def test_bytes_between_tensors_do_not_stay(

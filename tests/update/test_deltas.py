@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.ipc import backend as ipc
+from weightsync.errors import install_hint
 from weightsync.tensors import as_bytes
 from weightsync.update import deltas
 from weightsync.weights.copying.layout import StreamLayout
@@ -56,11 +59,26 @@ def equal(sent: nn.Module, held: nn.Module) -> bool:
     return all(torch.equal(t.to(theirs[n].dtype), theirs[n]) for n, t in sent.state_dict().items())
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        for module in (lines, delta_coding, shard_lines, spot_check):
-            monkeypatch.setattr(module, "kernels", lambda: None)
+@pytest.fixture
+def no_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process has no numba."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    lines._compiled.cache_clear()
+    yield
+    monkeypatch.undo()
+    lines._compiled.cache_clear()
+
+
+@pytest.fixture
+def broken_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Numba is installed, and the loops do not compile, which their first use shows."""
+    module = "weightsync.weights.lines.numba_kernels"
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delattr("weightsync.weights.lines.numba_kernels", raising=False)
+    lines._compiled.cache_clear()
+    yield
+    monkeypatch.undo()
+    lines._compiled.cache_clear()
 
 
 @pytest.fixture
@@ -75,7 +93,6 @@ def sent(report: ws.SyncReport) -> bool:
     return report.delta.sent
 
 
-@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 @pytest.mark.parametrize("swap", ["pointer", "copy"])
 @pytest.mark.parametrize("packed", [None, True])
@@ -98,6 +115,51 @@ def test_a_chain_of_deltas_is_the_trainers_model(
         assert report.delta.lines > 0
         assert report.delta.share < 1
         assert report.nbytes == sum(t.nbytes for t in trainer.state_dict().values())
+
+
+@pytest.mark.usefixtures("no_numba")
+def test_deltas_that_are_asked_for_without_numba_are_refused_at_once() -> None:
+    trainer, server = Model(), Model(1)
+    receiver = ws.WeightReceiver(server)
+    with pytest.raises(ws.MissingExtraError, match=re.escape(install_hint("delta"))):
+        ws.connect(trainer, to=receiver, delta="always")
+    assert receiver.version == 0
+    with ws.connect(trainer, to=receiver) as sender:
+        for step in range(3):
+            change(trainer, step)
+            report = sender.send_weights()
+            assert equal(trainer, server)
+            assert report.verified == "held"
+            assert not sent(report)
+
+
+def test_a_receiver_without_numba_gets_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_lines, "may_have_kernels", lambda: False)  # asked by receivers only
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+        for step in range(3):
+            change(trainer, step)
+            report = sender.send_weights()
+            assert equal(trainer, server)
+            assert report.verified == "held"
+            assert report.delta is not None
+            assert "takes no deltas" in report.delta.reason
+
+
+@pytest.mark.usefixtures("broken_numba")
+def test_loops_that_do_not_compile_make_whole_models(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, server = Model(), Model(1)
+    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+        for step in range(3):
+            change(trainer, step)
+            report = sender.send_weights()
+            assert equal(trainer, server)
+            assert report.verified == "held"
+            assert report.delta is not None
+            assert not report.delta.sent
+            if step:
+                assert re.search("numba cannot be used|takes no deltas", report.delta.reason)
+    assert caplog.text.count("numba cannot be used") == 1
 
 
 def test_sizes_are_those_of_the_changes() -> None:
@@ -775,7 +837,7 @@ class TestCoded:
         return DeltaSource(log, ws.ModuleSource(model), weights_id, [base], count, by_value=True)
 
     def test_one_that_is_cut_off_leaves_no_stale_copy(
-        self, loops: None, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(delta, "_BLOCK_LINES", 16)
         monkeypatch.setattr(delta, "SECTION_VALUES", 16)

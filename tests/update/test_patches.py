@@ -13,8 +13,6 @@ import weightsync as ws
 from tests.weights.test_every_dtype import SENT
 from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.layout import StreamLayout
-from weightsync.weights.deltas import coding as delta_coding
-from weightsync.weights.lines import memory as lines
 from weightsync.weights.lines import patches
 
 Weights = dict[str, torch.Tensor]
@@ -95,19 +93,11 @@ def copied(weights: Weights) -> Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        for module in (lines, delta_coding, patches):
-            monkeypatch.setattr(module, "kernels", lambda: None)
-
-
 def sent(report: ws.SyncReport) -> bool:
     assert report.delta is not None
     return report.delta.sent
 
 
-@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("coding", ["lines", "values"])
 @pytest.mark.parametrize("packed", [None, True])
 def test_a_hook_is_given_the_elements_that_changed(

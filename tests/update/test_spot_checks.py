@@ -23,7 +23,6 @@ import weightsync as ws
 from tests.update.test_deltas import Model, equal, sent
 from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.shards import local_of
-from weightsync.weights.lines import memory as lines
 from weightsync.weights.lines import spot_check
 from weightsync.weights.lines.spot_check import SpotCheck
 
@@ -31,8 +30,7 @@ from weightsync.weights.lines.spot_check import SpotCheck
 @pytest.fixture(params=["compiled", "torch"])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        for module in (lines, spot_check):
-            monkeypatch.setattr(module, "kernels", lambda: None)
+        monkeypatch.setattr(spot_check, "why_no_kernels", lambda: "numba is not installed")
 
 
 def zeroed(tensor: nn.Parameter) -> None:
@@ -128,8 +126,6 @@ def test_memory_that_was_freed_is_not_read(apply: Any) -> None:
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_shards_are_looked_at_too(apply: Any) -> None:
     """The sums of the trainer's lines say nothing about a shard; what it held before does."""
-    if lines.kernels() is None:
-        pytest.skip("shards take deltas by compiled loops only, which the extra delta brings")
     trainer, server = Model(), Model(1)
     with one_rank():
         sharded(server)
@@ -338,7 +334,7 @@ def test_lines_are_looked_up_in_tensors_of_any_layout(
 def test_a_look_goes_by_the_loop_that_read_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loop may be ready only later; its sums are others."""
     memory = Memory([torch.arange(200, dtype=torch.uint8)])
-    monkeypatch.setattr(spot_check, "kernels", lambda: None)
+    monkeypatch.setattr(spot_check, "why_no_kernels", lambda: "not yet")
     check = SpotCheck(memory)
     monkeypatch.undo()
     assert check.changed() == []

@@ -1,6 +1,7 @@
 """Lines: sums that add up to mix64, and a table that finds every line that changed, and no other.
 
-Everything is tested with the compiled loops and with torch: the two have to agree bit by bit.
+Everything is tested with the loops of host memory and with those of a GPU, which run on a CPU too:
+the two have to agree bit by bit.
 """
 
 from __future__ import annotations
@@ -30,15 +31,11 @@ from weightsync.weights.lines.memory import (
 Named = list[tuple[str, torch.Tensor]]
 
 
-@pytest.fixture(params=["compiled", "torch", "as on a GPU"], autouse=True)
+@pytest.fixture(params=["compiled", "as on a GPU"], autouse=True)
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param != "compiled":
-        monkeypatch.setattr(lines, "kernels", lambda: None)
-        if request.param == "as on a GPU":  # the host is another device: spans are grouped
-            monkeypatch.setattr(lines, "_HOST", torch.device("meta"))
-            monkeypatch.setattr(lines, "_GROUP_LINES", 1 << 11)
-    else:
-        pytest.importorskip("numba", reason="the extra `delta`, which `dev` installs")
+    if request.param == "as on a GPU":  # the host is another device: spans are grouped
+        monkeypatch.setattr(lines, "_HOST", torch.device("meta"))
+        monkeypatch.setattr(lines, "_GROUP_LINES", 1 << 11)
     return str(request.param)
 
 

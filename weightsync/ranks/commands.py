@@ -77,11 +77,13 @@ class ChangeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     `share` is about the share of lines that changed since the last update, None for tensors that
     are made. `marked` is the number of lines that are known to differ from the bases, None where
     these are not known. `are_newest` says that the bases are the weights of the last scan.
+    `cannot` says why a rank makes no deltas at all.
     """
 
     share: float | None = None
     marked: int | None = None
     are_newest: bool = False
+    cannot: str = ""
 
 
 class DeltaOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +107,8 @@ class DeltaOffer(msgspec.Struct, frozen=True, kw_only=True):
         """
         share, task = estimate.share, self.task
         recorded = DeltaTask(weights_id=task.weights_id, keeps=task.keeps)
+        if estimate.cannot:
+            return None, estimate.cannot
         if share is not None and share > self.most:
             return None, f"about {share:.0%} of the lines changed"
         if self.pause:
@@ -157,6 +161,7 @@ class BeforeBegin(msgspec.Struct, frozen=True, kw_only=True):
                 share=None if None in shares else max(filter(None, shares), default=0.0),
                 marked=None if None in marked else max(filter(None, marked), default=0),
                 are_newest=all(one.are_newest for one in known),
+                cannot=next((one.cannot for one in known if one.cannot), ""),
             ),
         )
 

@@ -77,6 +77,7 @@ from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.deltas.change_log import ChangeLog
+from weightsync.weights.lines.memory import why_no_kernels
 from weightsync.weights.sources.base import (
     NamedTensors,
     Snapshot,
@@ -429,6 +430,8 @@ class RankWorker:
         """Return about how much has changed; None on a rank that no receiver reads."""
         if not self.engines:
             return None
+        if cannot := why_no_kernels():
+            return ChangeEstimate(cannot=cannot)
         changes = self._log_of_changes(keeps=task.keeps)
         return ChangeEstimate(
             share=changes.changed_share(self.source.tensors_to_sample()),
@@ -452,7 +455,7 @@ class RankWorker:
         reads = bool(self.reading)
         # A snapshot was compared when it was taken.
         comparison = self._comparison if self._snapshot is None else None
-        if task is None:
+        if task is None or (not task.bases and why_no_kernels()):
             return UpdateSource(self.source, comparison, is_read=reads)
         log = partial(self._log_of_changes, keeps=task.keeps)
         if not task.bases:

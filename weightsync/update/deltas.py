@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from weightsync.errors import WeightSyncError, install_hint
+from weightsync.errors import MissingExtraError, WeightSyncError
 from weightsync.ranks.commands import ChangeEstimate, CommandResult, DeltaOffer, DeltaTask
 from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
@@ -14,7 +13,7 @@ from weightsync.specs import Manifest
 from weightsync.update.fleet import Member
 from weightsync.weights.copying.layout import aligned
 from weightsync.weights.deltas.coding import zstd
-from weightsync.weights.lines.memory import LINE, MAX_LINES, kernels
+from weightsync.weights.lines.memory import LINE, MAX_LINES, may_have_kernels, why_no_kernels
 from weightsync.wire.messages import StartTerms
 
 DeltaChoice = Literal["auto", "off", "always"]
@@ -35,9 +34,9 @@ _MAX_PAUSE = 16
 class DeltaPlanner:
     """Decides whether the next update is a delta; counts refusals and lines that were read back.
 
-    `auto` sends deltas where that is faster; `always` also where most lines changed, or where no
-    compiled loops are installed; `off` never. `scrub` is the share of the model that receivers read
-    back with each delta, besides the lines that changed.
+    `auto` sends deltas where that is faster; `always` also where most lines changed; `off` never.
+    `scrub` is the share of the model that receivers read back with each delta, besides the lines
+    that changed.
     """
 
     def __init__(self, group: RankGroup, choice: DeltaChoice, scrub: float) -> None:
@@ -88,6 +87,7 @@ class DeltaPlanner:
         if offer is None or estimate is None:
             return
         task, self._reason = offer.decide(estimate)
+        self._never = self._never or estimate.cannot
         few_changed = estimate.share is None or estimate.share <= offer.most
         if self._pause and few_changed:
             self._pause -= 1
@@ -98,8 +98,6 @@ class DeltaPlanner:
 
     def _why_not(self, members: Sequence[Member]) -> str:
         """Return why these members are sent no delta, whatever has changed."""
-        if not self._never and self.choice == "auto" and kernels() is None:
-            self._never = "numba cannot be used here; the log says why"
         if self._never:
             return self._never
         fastest = {member.path for member in members if member.cost < _DEVICE_COST}
@@ -184,10 +182,12 @@ def why_never(choice: DeltaChoice, manifest: Manifest) -> str:
         return "deltas are off"
     if sum(aligned(spec.nbytes) for spec in manifest.specs) > MAX_LINES * LINE:
         return f"the model has more than {(MAX_LINES * LINE) >> 30} GiB"
-    if choice == "always":
-        return ""
-    if manifest.nbytes < MIN_NBYTES:
+    if choice == "auto" and manifest.nbytes < MIN_NBYTES:
         return f"a model of less than {MIN_NBYTES >> 20} MiB is sent whole"
-    if importlib.util.find_spec("numba") is None:
-        return f"numba is not installed: {install_hint('delta')}"
-    return ""
+    return "" if may_have_kernels() else why_no_kernels()
+
+
+def check_choice(choice: DeltaChoice) -> None:
+    """Raise MissingExtraError where deltas are asked for, and this process cannot make any."""
+    if choice == "always" and not may_have_kernels():
+        raise MissingExtraError(f'delta="always": {why_no_kernels()}')

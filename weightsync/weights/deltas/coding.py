@@ -59,38 +59,20 @@ class Section:
 
     def lines(self) -> Indices:
         """Return the numbers of the lines that have changed values."""
-        compiled: Any = kernels()
-        if compiled is not None:
-            indices = np.empty(len(self.positions), np.uint32)
-            return indices[: int(compiled.list_lines(self.positions, indices))]
-        return np.unique((self.positions // np.uint64(VALUES)).astype(np.uint32))
+        indices = np.empty(len(self.positions), np.uint32)
+        return indices[: int(kernels().list_lines(self.positions, indices))]
 
     def apply(self, indices: Indices, lines: Words) -> None:
         """Change the old contents of the lines `indices`, all of `lines()`, to the new ones."""
-        values = lines.view(np.uint16)
-        compiled: Any = kernels()
-        if compiled is not None:
-            compiled.apply_changes(indices, values, self.positions, self.changes)
-            return
-        in_stream = self.positions // np.uint64(VALUES)
-        rows = np.searchsorted(indices, in_stream.astype(np.uint32)).astype(np.int64)
-        at = rows * VALUES + (self.positions % np.uint64(VALUES)).astype(np.int64)
-        values[at] += self.changes
+        kernels().apply_changes(indices, lines.view(np.uint16), self.positions, self.changes)
 
 
 def changed_values(indices: Indices, old: Words, new: Words) -> Section:
     """Return the values in which two contents of the same lines differ."""
-    compiled: Any = kernels()
-    if compiled is not None:
-        positions = np.empty(len(new) * 4, np.uint64)
-        changes = np.empty(len(new) * 4, np.uint16)
-        count = int(compiled.list_changes(indices, old, new, positions, changes))
-        return Section(positions[:count], changes[:count])
-    before, now = old.view(np.uint16), new.view(np.uint16)
-    at = np.flatnonzero(before != now)
-    rows, places = at // VALUES, (at % VALUES).astype(np.uint64)
-    positions = indices[rows].astype(np.uint64) * np.uint64(VALUES) + places
-    return Section(positions, now[at] - before[at])
+    positions = np.empty(len(new) * 4, np.uint64)
+    changes = np.empty(len(new) * 4, np.uint16)
+    count = int(kernels().list_changes(indices, old, new, positions, changes))
+    return Section(positions[:count], changes[:count])
 
 
 def encode(section: Section) -> bytes:

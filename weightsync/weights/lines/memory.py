@@ -3,9 +3,9 @@
 The sum of a line is that of its eight words, each mixed with its position in the stream as `mix64`
 mixes them (weights.fingerprint). So the sums of all lines add up to a fingerprint of the model, and
 it can be updated from the lines that changed. A `LineTable` keeps the sum of every line: it finds
-the changed ones without a second copy of the model. Lines in host memory take compiled loops
-(weights.line_kernels) where numba is installed, and torch elsewhere, which is some ten times slower
-on a CPU. On a GPU Triton adds up the words of lines, and torch does the rest.
+the changed ones without a second copy of the model. Lines in host memory take loops that numba
+compiles (lines.numba_kernels): torch would take longer than sending the whole model. On a GPU
+Triton adds up the words of lines, and torch does the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.errors import BackendUnavailableError, install_hint
 from weightsync.specs import TensorSpec
 from weightsync.tensors import PLAIN_CLASSES, TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
 from weightsync.weights.copying.checksums import MASK
@@ -54,48 +56,67 @@ _EMPTY_ROWS = torch.zeros((0, 8 * LINE), dtype=torch.uint8)
 
 
 @cache
-def kernels() -> ModuleType | None:
-    """Return the compiled loops, None where numba is not installed."""
+def _compiled() -> ModuleType | str:
+    """Return the compiled loops, or why there are none."""
+    if find_spec("numba") is None:
+        return f"numba is not installed: {install_hint('delta')}"
     try:
-        from weightsync.weights.lines import numba_kernels as line_kernels  # noqa: PLC0415  # the extra `delta`
-    except ImportError:
-        return None
+        from weightsync.weights.lines import numba_kernels  # noqa: PLC0415  # the extra `delta`
     except Exception as exc:  # noqa: BLE001  # a compiler fails in many ways
-        logger.warning("numba cannot be used, deltas take slower loops: %s", exc)
-        return None
-    return line_kernels
+        logger.warning("no deltas: numba cannot be used: %s", exc)
+        return f"numba cannot be used: {exc}"
+    return numba_kernels
+
+
+def kernels() -> Any:
+    """Return the compiled loops. Raises BackendUnavailableError where numba cannot be used."""
+    found = _compiled()
+    if isinstance(found, str):
+        raise BackendUnavailableError(f"no deltas here: {found}")
+    return found
+
+
+def why_no_kernels() -> str:
+    """Return why there are no compiled loops, an empty string where there are; imports numba."""
+    found = _compiled()
+    return found if isinstance(found, str) else ""
+
+
+def may_have_kernels() -> bool:
+    """Whether there are compiled loops, as far as is known without importing numba."""
+    tried = _compiled.cache_info().currsize > 0
+    return not why_no_kernels() if tried else find_spec("numba") is not None
 
 
 def warm_up() -> None:
     """Compile the loops, or load them from numba's cache: the first time it takes seconds."""
+    if why_no_kernels():
+        return
     compiled = kernels()
-    if compiled is not None:
-        memory = np.zeros(WORDS, np.uint64)
-        spans = np.array([[memory.ctypes.data, LINE, 0]], np.uint64)
-        state, table, marks = np.zeros(4, np.uint64), np.zeros(16, np.uint64), new_marks(8)
-        indices, lines = np.zeros(8, np.uint32), np.zeros(64, np.uint64)
-        compiled.scan(spans, state, table, marks, _NOTHING, indices, lines, np.zeros(512, np.uint8))
-        base = np.uint64(memory.ctypes.data)
-        compiled.sample(spans, np.uint64(8), table)
-        compiled.swap(base, indices[:1], lines)
-        compiled.are_growing(indices[:1], np.uint64(1))
-        compiled.gather(base, indices[:1], lines)
-        compiled.sums_at(spans[0, :1], spans[0, 1:2], table)
-        compiled.list_changes(
-            indices[:1], lines, lines, np.zeros(32, np.uint64), np.zeros(32, np.uint16)
-        )
-        compiled.list_differing_bytes(lines, lines, np.zeros(8, np.uint64))
-        compiled.list_elements(
-            indices[:1], np.zeros(1, np.uint64), np.uint64(2), np.zeros(0, np.int64)
-        )
-        compiled.list_lines(np.zeros(1, np.uint64), indices[:1])
-        compiled.apply_changes(
-            indices[:1], lines.view(np.uint16), np.zeros(1, np.uint64), np.zeros(1, np.uint16)
-        )
-        compiled.sum_range(base, np.uint64(0), np.uint64(1))
-        compiled.mark(marks, indices[:1])
-        compiled.list_marked(marks, np.uint64(0), np.uint64(8), np.zeros(16, np.uint32))
-        compiled.copy_lines(base, base, indices[:1])
+    memory = np.zeros(WORDS, np.uint64)
+    spans = np.array([[memory.ctypes.data, LINE, 0]], np.uint64)
+    state, table, marks = np.zeros(4, np.uint64), np.zeros(16, np.uint64), new_marks(8)
+    indices, lines = np.zeros(8, np.uint32), np.zeros(64, np.uint64)
+    compiled.scan(spans, state, table, marks, _NOTHING, indices, lines, np.zeros(512, np.uint8))
+    base = np.uint64(memory.ctypes.data)
+    compiled.sample(spans, np.uint64(8), table)
+    compiled.swap(base, indices[:1], lines)
+    compiled.are_growing(indices[:1], np.uint64(1))
+    compiled.gather(base, indices[:1], lines)
+    compiled.sums_at(spans[0, :1], spans[0, 1:2], table)
+    compiled.list_changes(
+        indices[:1], lines, lines, np.zeros(32, np.uint64), np.zeros(32, np.uint16)
+    )
+    compiled.list_differing_bytes(lines, lines, np.zeros(8, np.uint64))
+    compiled.list_elements(indices[:1], np.zeros(1, np.uint64), np.uint64(2), np.zeros(0, np.int64))
+    compiled.list_lines(np.zeros(1, np.uint64), indices[:1])
+    compiled.apply_changes(
+        indices[:1], lines.view(np.uint16), np.zeros(1, np.uint64), np.zeros(1, np.uint16)
+    )
+    compiled.sum_range(base, np.uint64(0), np.uint64(1))
+    compiled.mark(marks, indices[:1])
+    compiled.list_marked(marks, np.uint64(0), np.uint64(8), np.zeros(16, np.uint32))
+    compiled.copy_lines(base, base, indices[:1])
 
 
 def count_lines(layout: StreamLayout) -> int:
@@ -105,10 +126,7 @@ def count_lines(layout: StreamLayout) -> int:
 
 def are_growing(indices: Indices, limit: int) -> bool:
     """Return whether each number is larger than the one before, and the last one below `limit`."""
-    compiled = kernels()
-    if compiled is not None:
-        return bool(compiled.are_growing(indices, np.uint64(limit)))
-    return bool((indices[1:] > indices[:-1]).all()) and int(indices[-1]) < limit
+    return bool(kernels().are_growing(indices, np.uint64(limit)))
 
 
 def new_marks(lines: int) -> Marks:
@@ -118,12 +136,7 @@ def new_marks(lines: int) -> Marks:
 
 def mark(marks: Marks, indices: Indices) -> None:
     """Mark the lines with these numbers."""
-    compiled = kernels()
-    if compiled is not None:
-        compiled.mark(marks, indices)
-    else:
-        bits = np.left_shift(1, indices & 7, dtype=np.uint32).astype(np.uint8)
-        np.bitwise_or.at(marks, indices >> 3, bits)
+    kernels().mark(marks, indices)
 
 
 def marked(marks: Marks) -> Iterator[Indices]:
@@ -136,14 +149,9 @@ def marked(marks: Marks) -> Iterator[Indices]:
     buffer = np.zeros((1 << 16) + 8, np.uint32)
     for first in range(0, lines, 1 << 16):
         stop = min(first + (1 << 16), lines)
-        if compiled is not None:
-            count = compiled.list_marked(marks, np.uint64(first), np.uint64(stop), buffer)
-            found = buffer[: int(count)]
-        else:
-            bits = np.unpackbits(marks[first // 8 : stop // 8], bitorder="little")
-            found = (np.flatnonzero(bits) + first).astype(np.uint32)
-        if len(found):
-            yield found
+        count = int(compiled.list_marked(marks, np.uint64(first), np.uint64(stop), buffer))
+        if count:
+            yield buffer[:count]
 
 
 def count_marked(marks: Marks) -> int:
@@ -179,11 +187,10 @@ def _kernels_of(device: torch.device) -> ModuleType | None:
 
 def total_of(flat: torch.Tensor, first: int) -> int:
     """Return the sum of the lines of `uint8[64 * n]`, the first of which is number `first`."""
-    compiled: Any = kernels()
-    if compiled is None or flat.device != _HOST or flat.data_ptr() % 8:
+    if flat.device != _HOST or flat.data_ptr() % 8:
         return int(line_sums(flat, first).sum()) & MASK
     address, count = np.uint64(flat.data_ptr()), np.uint64(flat.numel() // LINE)
-    return int(compiled.sum_range(address, np.uint64(first), count))
+    return int(kernels().sum_range(address, np.uint64(first), count))
 
 
 def line_sums(flat: torch.Tensor, first: int) -> torch.Tensor:
@@ -297,7 +304,7 @@ class KnownSpans:
         if self._known is not None and self._known[0] == state:
             return self._known[1]
         for tensor, spec in zip(tensors, self._layout.manifest.specs, strict=True):
-            if tensor.device.type != "cpu" or not is_plain(tensor, spec):
+            if tensor.device != _HOST or not is_plain(tensor, spec):
                 return None
         filled = zip(tensors, self._layout.offsets, strict=True)
         places = _places([_Span(as_bytes(t), at // LINE) for t, at in filled if t.numel()])
@@ -321,13 +328,13 @@ class LineSample:
 
     def changed_share(self, tensors: Sequence[torch.Tensor]) -> float | None:
         """Return the share of lines that changed since the last call; None where not known."""
-        compiled, spans = kernels(), self._known.find(tensors)
+        spans = self._known.find(tensors)
         if not all(map(_is_sampled, tensors, self._layout.manifest.specs)):
             return None
-        if compiled is not None and spans is not None:
+        if spans is not None:
             room = int(sum(spans[:, 1]) // (512 * self._step) + len(spans) + 1) * 8
             sums = np.zeros(room, np.uint64)
-            sums = sums[: int(compiled.sample(spans, np.uint64(self._step), sums))]
+            sums = sums[: int(kernels().sample(spans, np.uint64(self._step), sums))]
         else:
             sums = self._sample_with_torch(tensors)
         before, self._sums = self._sums, sums
@@ -415,20 +422,19 @@ class LineTable:
         buffers: this yields first, and when a buffer is full, and is sent the next one.
         """
         extra = _NOTHING if also is None else also
-        compiled = kernels()
         into = (yield) if packs else None
         whole = isinstance(tensors, Sized) and len(tensors) == len(self._layout.manifest.specs)
-        if compiled is not None and whole:
+        if whole:
             spans = self._known.find([tensor for _, tensor in tensors])
             if spans is not None:
                 for i in range(len(self._places) if self._on_gpus else 0):
                     self._place(i, _HOST)
-                yield from self._scan_compiled(compiled, spans, marks, extra, into)
+                yield from self._scan_compiled(spans, marks, extra, into)
                 return
         for spans_together in _grouped(self._spans(tensors, start), stay=whole):
-            if compiled is not None and spans_together[0].flat.device == _HOST:
+            if spans_together[0].flat.device == _HOST:
                 places = _places(spans_together)
-                into = yield from self._scan_compiled(compiled, places, marks, extra, into)
+                into = yield from self._scan_compiled(places, marks, extra, into)
             else:
                 into = yield from self._scan_with_torch(spans_together, marks, extra, into)
 
@@ -486,13 +492,9 @@ class LineTable:
                 yield from _cast(tensor, spec, first)
 
     def _scan_compiled(
-        self,
-        compiled: ModuleType,
-        spans: Words,
-        marks: Marks,
-        also: Marks,
-        into: LineBuffer | None,
+        self, spans: Words, marks: Marks, also: Marks, into: LineBuffer | None
     ) -> Generator[None, LineBuffer, LineBuffer | None]:
+        compiled = kernels()
         state = np.zeros(4, np.uint64)
         while True:
             indices = np.zeros(0, np.uint32) if into is None else into.indices
@@ -596,7 +598,7 @@ class LineMemory:
     """The lines of a receiver's memory, whole tensors in the layout of a stream.
 
     Where it `proves_base`, `write` tells what the lines held before. Raises ValueError for shards
-    (ShardLines takes those), and for words that are not aligned.
+    (ShardLines takes those), and for words on a GPU that are not aligned.
     """
 
     proves_base = True
@@ -613,13 +615,13 @@ class LineMemory:
             if flat.numel()
         ]
         flat = memory.flat and bool(filled)
-        self.is_flat = flat and memory.on_host() and kernels() is not None
+        on_host = all(tensor.device == _HOST for tensor in memory.tensors)
+        self.is_flat = flat and on_host
         self._rows: torch.Tensor | None = None
         if self.is_flat:
             self._base = filled[0][1].data_ptr() - filled[0][0] * LINE
         else:
-            compiles = kernels() is not None and memory.on_host()
-            if not compiles and any(flat.data_ptr() % 8 for _, flat in filled):
+            if not on_host and any(flat.data_ptr() % 8 for _, flat in filled):
                 raise ValueError("the memory of a tensor is not aligned")
             self._tensors = filled
             if flat:
@@ -680,9 +682,8 @@ class LineMemory:
         Of the last line of a tensor, zeros beyond its bytes.
         """
         lines = np.zeros(len(indices) * WORDS, np.uint64)
-        compiled: Any = kernels()
         if self.is_flat:
-            compiled.gather(np.uint64(self._base & MASK), indices, lines)
+            kernels().gather(np.uint64(self._base & MASK), indices, lines)
             return lines
         if self._rows is not None:
             chosen = torch.from_numpy(indices.astype(np.int64)).to(self._rows.device)
@@ -711,7 +712,7 @@ class LineMemory:
             begin, end = max(first, start), min(stop, start + -(-flat.numel() // LINE))
             if begin < end:
                 part = _padded(flat[(begin - start) * LINE : (end - start) * LINE])
-                if kernels() is not None and part.device.type == "cpu":
+                if part.device == _HOST:
                     total += self._sum_compiled(part.data_ptr(), begin, end - begin)
                 else:
                     total += int(line_sums(part, begin).sum())
@@ -725,29 +726,26 @@ class LineMemory:
     def copy_from(self, other: LineMemory, marks: Marks | None) -> None:
         """Copy at least the marked lines of a memory of the same layout, None: all of them."""
         if self.is_flat and other.is_flat and marks is not None:
-            compiled: Any = kernels()
             for indices in marked(marks):
-                compiled.copy_lines(np.uint64(self._base), np.uint64(other._base), indices)
+                kernels().copy_lines(np.uint64(self._base), np.uint64(other._base), indices)
             return
         for mine, theirs in zip(self._memory.tensors, other.memory.tensors, strict=True):
             mine.copy_(theirs)
 
     def _swap_whole(self, flat: torch.Tensor, first: int, indices: Indices, lines: Words) -> int:
         """Overwrite whole lines of one tensor, which begins at line `first`."""
-        if kernels() is not None and flat.device.type == "cpu":
+        if flat.device == _HOST:
             return self._swap_compiled(flat.data_ptr() - first * LINE, indices, lines)
         rows = flat[: flat.numel() // LINE * LINE].view(torch.int64).view(-1, WORDS)
         return _swap_rows(rows, first, indices, lines)
 
     @staticmethod
     def _swap_compiled(base: int, indices: Indices, lines: Words) -> int:
-        compiled: Any = kernels()
-        return int(compiled.swap(np.uint64(base & MASK), indices, lines))
+        return int(kernels().swap(np.uint64(base & MASK), indices, lines))
 
     @staticmethod
     def _sum_compiled(address: int, first: int, count: int) -> int:
-        compiled: Any = kernels()
-        return int(compiled.sum_range(np.uint64(address), np.uint64(first), np.uint64(count)))
+        return int(kernels().sum_range(np.uint64(address), np.uint64(first), np.uint64(count)))
 
 
 def _all_rows(first: int, flat: torch.Tensor, lines: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,12 +133,8 @@ class Patches(Iterable[SparseWeightPatch]):
 
 def _differing_bytes(old: Words, new: Words) -> Words:
     """Return 64 bits for each line (8 words), one for each byte in which the two differ."""
-    compiled: Any = kernels()
-    if compiled is None:
-        differs = old.view(np.uint8) != new.view(np.uint8)
-        return np.packbits(differs, bitorder="little").view(np.uint64)
     differing = np.empty(len(old) * 8 // LINE, np.uint64)
-    compiled.list_differing_bytes(old, new, differing)
+    kernels().list_differing_bytes(old, new, differing)
     return differing
 
 
@@ -151,10 +146,6 @@ def _elements(lines: Indices, differing: Words, width: int) -> npt.NDArray[np.in
         bits |= bits >> np.uint64(step)
         step *= 2
     bits &= np.uint64(_LOWEST_BITS[width])
-    compiled: Any = kernels()
-    if compiled is None:
-        at = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        return lines[at // LINE].astype(np.int64) * (LINE // width) + at % LINE // width
     elements = np.empty(int(np.bitwise_count(bits).sum()), np.int64)
-    compiled.list_elements(lines, bits, np.uint64(width), elements)
+    kernels().list_elements(lines, bits, np.uint64(width), elements)
     return elements
