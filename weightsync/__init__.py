@@ -133,6 +133,7 @@ __all__ = [
     "send_weights",
 ]
 
+_provide("servers", "weightsync.integrations.servers:ServerTransports")
 _provide("source", "weightsync.integrations.vllm.source:described_source")
 _provide("update", "weightsync.integrations.vllm.handles:HandlesUpdate")
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigError, RemoteError, WeightSyncError
-from weightsync.transports.http import HttpTransport, json_object
+from weightsync.transports.http import HttpTransport
 
 
 class EngineClient(HttpTransport):
@@ -57,6 +57,15 @@ class EngineControl(EngineClient, ABC):
         if status != 200 or found.get("success") is False:
             raise self._error(call.partition("?")[0], status, answer)
         return found
+
+
+def json_object(answer: bytes) -> dict[str, Any]:
+    """Return the JSON object of an answer; empty for any other answer."""
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def reason_of(answer: bytes) -> str:

@@ -10,9 +10,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-Role = Literal["source", "update"]
+Role = Literal["servers", "source", "update"]
 """What a role is:
 
+- `servers(token, verify_tls=, timeout_s=)`: makes the transports for the URLs of servers of any
+  kind; the UrlTransports of weightsync.transports.factory.
 - `source(given, dtype=, rename=)`: a WeightSource of another system's object, or None.
 - `update`: the ForeignUpdate that receivers accept.
 """

@@ -10,14 +10,11 @@ from importlib import import_module
 from typing import Protocol
 
 from weightsync.errors import ConfigError, TransportError
+from weightsync.runtime.provided import provided
 from weightsync.transports.base import BaseTransport, Transport, complete, first_refusal
 from weightsync.transports.callback import CallbackTransport
 from weightsync.transports.calls import CallThreads
 from weightsync.transports.tokens import check_token_type
-
-_SERVERS = "weightsync.integrations.servers"
-"""Detects the kind of server behind a URL. Part of a higher layer, which imports all
-integrations."""
 
 
 class LocalReceiver(Protocol):
@@ -43,7 +40,7 @@ class UrlTransports(Protocol):
 
 
 class TransportFactory:
-    """Makes the transports of one sender. Its SGLang servers share one directory of weights."""
+    """Makes the transports of one sender."""
 
     def __init__(
         self,
@@ -96,13 +93,13 @@ class TransportFactory:
         return transports[0]
 
     def _transports(self, target: object, wait_s: float = 0.0) -> Sequence[BaseTransport]:
-        """Return the transports for a target: several for a vLLM server of several workers."""
+        """Return the transports for a target: several for a server of several workers."""
         if not isinstance(target, str):
             return [_transport(target)]
         with self._lock:
             if self._addresses is None:
                 # Loaded with the first URL: HTTP would slow down `import weightsync`.
-                made: UrlTransports = import_module(_SERVERS).ServerTransports(
+                made: UrlTransports = provided("servers")(
                     self._token,
                     verify_tls=self._verify_tls,
                     timeout_s=self._timeout_s,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import io
-import json
 import logging
 import os
 import re
@@ -477,15 +476,6 @@ class HttpTransport(BaseTransport):
                 f"the connection to {self._target} broke during {call}: {exc}; try again (or is "
                 "it a server of another kind, https:// for instance?)"
             ) from exc
-
-
-def json_object(answer: bytes) -> dict[str, Any]:
-    """Return the JSON object that a foreign server answered; empty for any other answer."""
-    try:
-        found = json.loads(answer)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def tls_context(verify_tls: bool | str = True) -> ssl.SSLContext:

@@ -22,14 +22,13 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
-from weightsync.integrations.engine_control import EngineControl, engine_url, reason_of
+from weightsync.integrations.engine_control import EngineControl, engine_url, json_object, reason_of
 from weightsync.integrations.pause_watch import PauseWatch
 from weightsync.integrations.sglang.files import WeightDirectory, read_manifest
 from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.addresses import resolve
 from weightsync.transports.base import BaseTransport
-from weightsync.transports.http import json_object
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
