@@ -92,15 +92,18 @@ def from_targets(node: ast.ImportFrom, module: str, *, is_package: bool) -> Iter
         yield f"{PACKAGE}.{alias.name}" if names_module else base
 
 
-def imported_by_name(node: ast.Call) -> str | None:
-    """Return the module that a call `import_module("…")` or `__import__("…")` names literally."""
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if name not in {"import_module", "__import__"} or not node.args:
+def named_module(node: ast.expr) -> str | None:
+    """Return the module that a text names: in `import_module("…")`, or any of ours in any text."""
+    if isinstance(node, ast.Call) and node.args:
+        called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+        first = getattr(node.args[0], "value", None)
+        is_import = called in {"import_module", "__import__"}
+        return first if is_import and isinstance(first, str) else None
+    text = node.value if isinstance(node, ast.Constant) else None
+    if not isinstance(text, str) or not re.fullmatch(rf"{PACKAGE}(\.\w+)+(:\w+)?", text):
         return None
-    first = node.args[0]
-    if isinstance(first, ast.Constant) and isinstance(first.value, str):
-        return first.value
-    return None
+    module = text.partition(":")[0]
+    return module if path_of(module) is not None else None
 
 
 def is_type_check(node: ast.stmt) -> bool:
@@ -121,8 +124,8 @@ def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int
         elif isinstance(node, ast.ImportFrom):
             targets = from_targets(node, module, is_package=is_package)
             yield from ((node.lineno, target) for target in targets)
-        # The top reaches the layers above it lazily, by name, and may.
-        elif isinstance(node, ast.Call) and module != PACKAGE and (named := imported_by_name(node)):
+        # The top says where the layers above it are: they are imported at their first use.
+        elif module != PACKAGE and isinstance(node, ast.expr) and (named := named_module(node)):
             yield node.lineno, named
 
 
@@ -156,7 +159,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         return [f"{module} is in no layer: give it a place in LAYERS"]
     return [
         f"{module}:{line} imports {target}, which {reason}"
-        for line, target in imports(source, module, is_package=is_package)
+        for line, target in dict.fromkeys(imports(source, module, is_package=is_package))
         if (reason := fault(unit, target)) is not None
     ]
 
@@ -229,6 +232,70 @@ def test_no_backend_is_known_by_name(folder: str) -> None:
         if named.match(target)
     ]
     assert found == []
+
+
+FOREIGN = re.compile(
+    r"vllm|sglang|openai|hugging_?face|peft|megatron|openrlhf|(?<![a-z])(verl|trl)(?![a-z])"
+    r"|ipc_handles|held_names"
+)
+"""Names of other systems, and of the fields of their messages and the methods of their objects."""
+KNOWS_OTHERS = {
+    "": "says where integrations are, and has public names of theirs",
+    "errors": "advises users of PEFT on what to give to connect()",
+}
+
+
+def foreign_names(source: str, module: str) -> list[str]:
+    """Return one line for each name or text in code that is another system's; prose may have it."""
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        texts = [getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module")]
+        if isinstance(node, ast.Constant) and id(node) not in prose:
+            texts.append(node.value)
+        found += [
+            f"{module}:{getattr(node, 'lineno', 0)} has {text:.60}"
+            for text in texts
+            if isinstance(text, str) and FOREIGN.search(text.lower())
+        ]
+    return found
+
+
+BELOW_INTEGRATIONS = [
+    path
+    for path in FILES
+    if HEIGHT[unit_of(module_name(path))] < HEIGHT["integrations"]
+    and unit_of(module_name(path)) not in KNOWS_OTHERS
+]
+
+
+@pytest.mark.parametrize("path", BELOW_INTEGRATIONS, ids=module_name)
+def test_no_other_system_is_known_below_integrations(path: Path) -> None:
+    assert foreign_names(path.read_text(), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("from vllm.config import VllmConfig", "vllm.config"),
+        ("import sglang", "sglang"),
+        ("class OpenaiAnswer: ...", "OpenaiAnswer"),
+        ("def as_source(verl_worker): ...", "verl_worker"),
+        ("described.held_names()", "held_names"),
+        ("made = HandlesUpdate(ipc_handles=[])", "ipc_handles"),
+        ("is_vllm = url.startswith(SCHEME)", "is_vllm"),
+        ("SCHEME = 'vllm+'", "vllm+"),
+    ],
+)
+def test_a_planted_name_of_another_system_is_found(source: str, text: str) -> None:
+    (found,) = foreign_names(f"{source}\n", "weightsync.update.paths")[:1]
+    assert found == f"weightsync.update.paths:1 has {text}"
+
+
+def test_prose_may_name_another_system() -> None:
+    source = '''"""As vLLM's WeightSource."""\noverlap = 1\n"""Of verl's ranks."""  # vLLM\n'''
+    assert foreign_names(source, "weightsync.update.paths") == []
 
 
 CUDA_PACKAGES = ("triton", "torch.cuda", "cuda", "pycuda", "cupy", "pynvml")
@@ -468,6 +535,11 @@ def test_the_package_is_there() -> None:
             "is beside it",
         ),
         ("weightsync.transports.base", "from weightsync import connect", "is above it"),
+        (
+            "weightsync.transports.factory",
+            "SERVERS = 'weightsync.integrations.servers:ServerTransports'",
+            "is above it",
+        ),
         ("weightsync.sender", "import weightsync", "is above it"),
         ("weightsync.serve.model", "from weightsync.integrations import trl", "is beside it"),
         (

@@ -140,7 +140,7 @@ def test_an_iteration_that_is_not_the_description_moves_nothing(
 def test_a_single_rank_that_holds_a_part_is_refused() -> None:
     receiver = ws.WeightReceiver(Held().load)
     source = Described(weights(), [name for name in weights() if not name.startswith("b")])
-    message = r"no rank holds b\.w, b\.v: held_names"
+    message = r"no rank's source holds b\.w, b\.v; a rank has to"
     with closing(receiver), pytest.raises(ws.ManifestMismatchError, match=message):
         ws.connect(source, to=receiver.handle)
 
@@ -391,7 +391,7 @@ def refused(rank: int, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("orphan", "no rank holds b.w"), ("shape", "at position 2 rank 2 has b.w")],
+    [("orphan", "no rank's source holds b.w;"), ("shape", "at position 2 rank 2 has b.w")],
 )
 def test_ranks_whose_descriptions_do_not_fit_are_told(ranks: Crew, kind: str, message: str) -> None:
     assert all(message in error for error in ranks.run(refused, kind))

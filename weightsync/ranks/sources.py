@@ -224,7 +224,7 @@ def join_parts(source: SplitSource, ranks: RankComm) -> None:
     The first rank that holds a tensor broadcasts its bytes to the others of `process_group`. Raises
     ManifestMismatchError for tensors that no rank holds.
     """
-    compare_manifests(source.manifest, ranks, advice="metadata() has to describe the whole model")
+    compare_manifests(source.manifest, ranks, advice="each rank has to describe the whole model")
     held = [json.loads(payload) for payload in ranks.exchange(json.dumps(source.held).encode())]
     if all(places is None for places in held):
         return
@@ -236,7 +236,7 @@ def join_parts(source: SplitSource, ranks: RankComm) -> None:
     orphans = [spec.name for spec in specs if spec.name not in owners]
     if orphans:
         raise ManifestMismatchError(
-            f"no rank holds {shorten(orphans)}: held_names() of the ranks leave them out",
+            f"no rank's source holds {shorten(orphans)}; a rank has to hold each tensor",
             missing=orphans,
         )
     if ranks.size > 1:
