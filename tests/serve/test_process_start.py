@@ -37,3 +37,21 @@ def test_what_it_starts_with_is_left_out_of_collections(module: str) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("worker", {"fastapi", "uvicorn", "prometheus_client", "torch.distributed.tensor"}),
+        ("engine_core", {"torch", "transformers", "fastapi"}),
+        ("api_server", {"torch"}),
+        ("serving", {"torch", "fastapi"}),
+    ],
+)
+def test_a_process_loads_what_it_needs_alone(module: str, absent: set[str]) -> None:
+    """Each package that is not loaded is memory and a part of the start of every such process."""
+    code = f"import sys, weightsync.serve.{module}\nprint(sorted({absent} & set(sys.modules)))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert ended.stdout == "[]\n"

@@ -1,7 +1,7 @@
 """The options and addresses of a server, and the start of each of its processes.
 
 A process imports the module of its own kind, after this one. So the supervisor loads no torch, and
-an engine core loads no FastAPI.
+an engine core and a worker load no FastAPI.
 """
 
 from __future__ import annotations
