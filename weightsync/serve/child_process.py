@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.shm.spawning import refuse_forked
-from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
+from weightsync.wire.problem import decode_error, encode_error, encode_problem, to_problem
 
 READY_NBYTES = 16 << 10
 """The most bytes of the message `ready`: two messages must fit into a pipe."""
@@ -46,16 +46,8 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Ready(msgspec.Struct, frozen=True, tag="ready"):
-    payload: bytes
-
-
-class _Failed(msgspec.Struct, frozen=True, tag="failed"):
-    problem: Problem
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Ready | _Failed)
+_READY, _FAILED = b"+", b"-"
+"""The first byte of a message: a payload follows, or the problem document of an error."""
 
 
 class Ready:
@@ -74,7 +66,7 @@ class Ready:
         if self._called:
             raise ConfigError("ready() was called before; it is called once")
         self._called = True
-        _send(self._pipe, _Ready(payload))
+        _send(self._pipe, _READY + payload)
 
 
 class Child:
@@ -129,25 +121,19 @@ class Child:
         """Read the messages that the child has sent."""
         while not self.pipe.closed and self.pipe.poll():
             try:
-                self._take(self.pipe.recv_bytes())
+                message = self.pipe.recv_bytes()
             except (EOFError, OSError):
                 self.pipe.close()
+                return
+            if message.startswith(_READY):
+                self.payload = message[1:]
+            else:
+                self.error = decode_error(message[1:], peer=self.name)
 
     def close(self) -> None:
         """Close the pipe of a child that has ended, or was never started."""
         self.pipe.close()
         self._theirs.close()
-
-    def _take(self, data: bytes) -> None:
-        try:
-            message = _DECODER.decode(data)
-        except msgspec.DecodeError as exc:
-            self.error = ProtocolError(f"{self.name} sent a message that cannot be read: {exc}")
-            return
-        if isinstance(message, _Ready):
-            self.payload = message.payload
-        else:
-            self.error = from_problem(message.problem, peer=self.name)
 
 
 @contextmanager
@@ -197,16 +183,17 @@ def _leave(signum: int, _frame: object) -> None:
 def _report(pipe: Connection, exc: Exception) -> None:
     if not isinstance(exc, WeightSyncError):
         traceback.print_exception(exc)  # the parent gets the text only
-    problem = to_problem(exc)
-    if len(encode_problem(problem)) > _PROBLEM_CHARS:
+    body = encode_error(exc)
+    if len(body) > _PROBLEM_CHARS:
+        problem = to_problem(exc)
         detail = problem.detail[:_PROBLEM_CHARS]
-        problem = msgspec.structs.replace(problem, detail=detail, attributes={})
-    _send(pipe, _Failed(problem))
+        body = encode_problem(msgspec.structs.replace(problem, detail=detail, attributes={}))
+    _send(pipe, _FAILED + body)
 
 
-def _send(pipe: Connection, message: _Ready | _Failed) -> None:
+def _send(pipe: Connection, message: bytes) -> None:
     with suppress(OSError):  # the parent has died, so this process will end too
-        pipe.send_bytes(_ENCODER.encode(message))
+        pipe.send_bytes(message)
 
 
 def _end_with_parent() -> None:
