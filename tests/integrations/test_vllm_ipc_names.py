@@ -363,7 +363,7 @@ def test_one_segment_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.Monk
         opened.append(handle)
         return OpenMemory(handle)
 
-    monkeypatch.setattr("weightsync.integrations.vllm.handles.OpenMemory", open_memory)
+    monkeypatch.setattr("weightsync.integrations.vllm.handles_receiver.OpenMemory", open_memory)
     Engine.trainer_send_weights(
         iter(tensors()), {"send_mode": lambda info: engine.receive_weights(info, list)}
     )

@@ -39,6 +39,17 @@ def test_what_it_starts_with_is_left_out_of_collections(module: str) -> None:
     assert int(ended.stdout) > 10_000
 
 
+UPDATE = """
+from weightsync.server.router import describe_body
+from weightsync.wire.codec import decode_request
+
+handles = b'{"names": [], "dtype_names": [], "shapes": [], "ipc_handles": []}'
+describe_body("update_weights")
+decode_request("update_weights", b'{"update_info": %s}' % handles)
+"""
+"""What an API server of several workers does with messages of vLLM's shape."""
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
@@ -50,7 +61,9 @@ def test_what_it_starts_with_is_left_out_of_collections(module: str) -> None:
 )
 def test_a_process_loads_what_it_needs_alone(module: str, absent: set[str]) -> None:
     """Each package that is not loaded is memory and a part of the start of every such process."""
-    code = f"import sys, weightsync.serve.{module}\nprint(sorted({absent} & set(sys.modules)))"
+    then = UPDATE if module == "api_server" else ""
+    code = f"import sys, weightsync.serve.{module}\n{then}\n"
+    code += f"print(sorted({absent} & set(sys.modules)))"
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
