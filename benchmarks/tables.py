@@ -176,8 +176,9 @@ def other_workloads(results: Results) -> Iterator[str]:
         for rival, way in ways
     ]
     yield "### Other sizes and models, one reader"
-    yield wrapped("Medians, multiples of the plain copy; a dash has its reason below.")
-    yield table(("way", *(short(name) for name in names)), lines)
+    yield wrapped("Medians, multiples of the plain copy; a dash has its reason below. Columns are:")
+    yield wrapped("; ".join(f"`{name}` {short(name)}" for name in names) + ".")
+    yield table(("way", *(name.replace("-", " ") for name in names)), lines)
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.failed:

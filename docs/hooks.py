@@ -28,7 +28,7 @@ LINK = re.compile(
     r"""([^)"#\s]+)((?:#[^)"\s]*)?)(?=[)"])"""
 )
 """A link in Markdown, or the file of a picture; its path and its fragment."""
-TEST = re.compile(r"(?<=<code>)tests/[\w/.:]+(?=</code>)")
+NAME = re.compile(r"(?<=<code>)[\w/.:(),=]{25,}(?=</code>)")
 FETCHED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
 
 
@@ -50,8 +50,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Allow line breaks in names of tests, so that the columns beside them fit on the screen."""
-    return TEST.sub(lambda name: re.sub("(/|::|_)", r"\1<wbr>", name[0]), html)
+    """Allow line breaks in long names, so that the columns beside them fit on the screen."""
+    return NAME.sub(lambda name: re.sub(r"(/|::|_|\.)", r"\1<wbr>", name[0]), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -22,11 +22,17 @@ CHOOSING = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`(tests/[\w/]+\.py)((?:::\w+)+)`", PAGE)
 
 
+SHOWN_BY = dict(
+    re.findall(r"^(\d+)\. (.+(?:\n   .+)*)", PAGE.partition("## Shown by")[2], re.MULTILINE)
+)
+
+
 def symptoms() -> Iterator[list[str]]:
     for title in ("The trainer stands still", "The server does not generate"):
         section = PAGE.partition(f"## {title}")[2].partition("\n## ")[0]
-        for line in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]:
-            yield [cell.strip() for cell in line.split(" | ")]
+        for line in re.findall(r"^\| (\d.*) \|$", section, re.MULTILINE):
+            number, *cells = (cell.strip() for cell in line.split(" | "))
+            yield [*cells, SHOWN_BY[number]]
 
 
 @cache
@@ -51,7 +57,7 @@ def test_a_test_that_is_named_exists(file: str, name: str) -> None:
 
 def test_each_symptom_has_a_remedy_and_is_shown() -> None:
     rows = list(symptoms())
-    assert len(rows) > 20
+    assert len(rows) == len(SHOWN_BY) > 20
     for seen, cause, remedy, shown in rows:
         assert all((seen, cause, remedy))
         assert "`tests/" in shown or re.search(r"\]\(\w+\.md#[\w-]+\)", shown), seen
