@@ -73,7 +73,7 @@ def test_the_steps_of_an_update_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(profiling, "_chosen", lambda: note)
         sender.send_weights()
         monkeypatch.undo()
-    steps = ("begin", "transfer", "end", "load", "prepare", "finish")
+    steps = ("begin", "transfer", "wait for a bucket", "end", "load", "prepare", "finish")
     assert sorted(names) == sorted(f"weightsync {step}" for step in steps)
 
 

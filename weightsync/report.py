@@ -55,6 +55,8 @@ class DeltaReport:
 class ReceiverReport:
     """Report of one receiver on an update; the fields have the meaning of SyncReport's.
 
+    `seconds` are the receiver's own: `load` until all bytes were in place, of which it waited for
+    the sender's for `wait`; `settle` to check the update, and `swap` to put it into use.
     `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
     `names_nothing`: a hook took the tensors, and returned no names of what it loaded; `verified`
     says then what it was given.

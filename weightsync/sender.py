@@ -53,7 +53,6 @@ from weightsync.observe import (
     Progress,
     ProgressObserver,
     Shown,
-    TracePath,
     call_span,
     progress_callback,
 )
@@ -399,7 +398,6 @@ class WeightSender:
         *,
         label: str | None = None,
         rewind: bool = False,
-        trace: TracePath | None = None,
     ) -> SyncReport:
         """Send the source's current weights to every receiver; return when all use them.
 
@@ -407,14 +405,13 @@ class WeightSender:
         names of the tensors, and nothing is committed. `send_async` lets it change meanwhile.
 
         `version` None is one more than the last version. Versions grow, unless `rewind` is set: the
-        trainer went back to an older checkpoint. `trace` is the path of a file that rank 0 writes:
-        this update in Chrome's trace format.
+        trainer went back to an older checkpoint.
 
         Raises VerificationError, TransferError, TransportError or ProtocolError. The receivers are
         then as they were, except those that the error or their status calls TORN. An error of one
         rank is raised on all ranks.
         """
-        return self._send_weights(version, label, rewind, trace, StopSignal())
+        return self._send_weights(version, label, rewind, StopSignal())
 
     def send_async(
         self,
@@ -422,7 +419,6 @@ class WeightSender:
         *,
         label: str | None = None,
         rewind: bool = False,
-        trace: TracePath | None = None,
         replace: bool = False,
     ) -> Future[SyncReport]:
         """Copy the source's weights, and send the copy from another thread: the source may change.
@@ -438,7 +434,7 @@ class WeightSender:
         Every rank calls this, with the same arguments. A change of the source while it is copied
         is a VerificationError. Raises the errors of the copy. Never run on a GPU.
         """
-        return self._start_async(version, label, rewind, trace, replace=replace).future
+        return self._start_async(version, label, rewind, replace=replace).future
 
     async def asend_weights(
         self,
@@ -446,7 +442,6 @@ class WeightSender:
         *,
         label: str | None = None,
         rewind: bool = False,
-        trace: TracePath | None = None,
         snapshot: bool = False,
     ) -> SyncReport:
         """Do the same as `send_weights` without blocking the event loop.
@@ -462,7 +457,7 @@ class WeightSender:
         """
         # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
         if snapshot:
-            flight = self._start_async(version, label, rewind, trace, logs=False)
+            flight = self._start_async(version, label, rewind, logs=False)
         else:
             flight = _InFlight("asend_weights", logs=False, awaited=True)
             self.last_send = flight.future
@@ -471,7 +466,7 @@ class WeightSender:
 
             def send() -> SyncReport:
                 with waited_for_by((task,)):
-                    return self._send_weights(version, label, rewind, trace, flight.stop)
+                    return self._send_weights(version, label, rewind, flight.stop)
 
             flight.start(send)
         sending = asyncio.wrap_future(flight.future)
@@ -503,7 +498,6 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         partial: bool = False,
-        trace: TracePath | None = None,
     ) -> AbstractContextManager[UpdateTransaction | FollowerUpdate]:
         """Open an update in which the caller sends the tensors.
 
@@ -511,7 +505,7 @@ class WeightSender:
         a subset of the model (LoRA), based on the version that the receivers hold. The report is
         `update.last_report` afterwards.
         """
-        return _ConciseBlock(self._update(version, label, rewind, partial, trace))
+        return _ConciseBlock(self._update(version, label, rewind, partial))
 
     @contextmanager
     def _update(
@@ -520,10 +514,9 @@ class WeightSender:
         label: str | None,
         rewind: bool,
         partial: bool,
-        trace: TracePath | None,
     ) -> Iterator[UpdateTransaction | FollowerUpdate]:
         arguments = _texts(version=version, label=label, rewind=rewind, partial=partial)
-        with self._call("update", arguments, trace) as coordinator:
+        with self._call("update", arguments) as coordinator:
             if coordinator is None:
                 with following(self._group) as followed:
                     yield followed
@@ -648,7 +641,6 @@ class WeightSender:
         version: int | None,
         label: str | None,
         rewind: bool,
-        trace: TracePath | None,
         *,
         replace: bool = False,
         logs: bool = True,
@@ -662,7 +654,7 @@ class WeightSender:
 
         def send() -> SyncReport:
             stop = flight.stop
-            return self._send_weights(version, label, rewind, trace, stop, taken=True)
+            return self._send_weights(version, label, rewind, stop, taken=True)
 
         self._in_flight.append(flight)
         flight.start(send)
@@ -673,13 +665,12 @@ class WeightSender:
         version: int | None,
         label: str | None,
         rewind: bool,
-        trace: TracePath | None,
         stop: StopSignal,
         *,
         taken: bool = False,
     ) -> SyncReport:
         arguments = _texts(version=version, label=label, rewind=rewind)
-        with self._call("send_weights", arguments, trace, stop) as coordinator:
+        with self._call("send_weights", arguments, stop) as coordinator:
             if coordinator is None:
                 return _required(self._group.serve().report)
             return coordinator.send(version, label, rewind=rewind, taken=taken)
@@ -702,7 +693,6 @@ class WeightSender:
         self,
         call: str,
         arguments: Mapping[str, str],
-        trace: TracePath | None = None,
         stop: StopSignal | None = None,
     ) -> Iterator[Coordinator | None]:
         """Open one call of the user, which all ranks make; rank 0 gets the coordinator.
@@ -736,8 +726,8 @@ class WeightSender:
             coordinator.last_report = None
             try:
                 with (
-                    call_span(call, lambda: coordinator.last_report),
-                    group.observers.user_call(trace),
+                    call_span(call, lambda: coordinator.last_report, group.observers),
+                    group.observers.user_call(),
                 ):
                     yield coordinator
             except BaseException as exc:

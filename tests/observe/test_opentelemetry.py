@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def test_each_call_is_a_span_with_the_figures_of_its_report(spans: InMemorySpanE
         with sender.update(partial=True) as update:
             update.send([("bias", nn.Linear(4, 4).bias)])
     found = by_name(spans)
-    assert set(found) == {f"weightsync.{n}" for n in ("connect", "send_weights", "update", "close")}
+    calls = {name for name, span in found.items() if span.parent is None}
+    assert calls == {f"weightsync.{n}" for n in ("connect", "send_weights", "update", "close")}
     assert found["weightsync.send_weights"].attributes == {
         "weightsync.version": 1,
         "weightsync.seconds": report.seconds["total"],
@@ -54,6 +56,32 @@ def test_each_call_is_a_span_with_the_figures_of_its_report(spans: InMemorySpanE
         "weightsync.update_id": report.update_id,
     }
     assert (found["weightsync.update"].attributes or {})["weightsync.version"] == 2
+
+
+def test_each_message_of_an_update_is_a_span_below_its_call(spans: InMemorySpanExporter) -> None:
+    def slow(pairs: Iterable[object]) -> None:
+        for _ in pairs:
+            time.sleep(0.1)
+
+    receivers = [ws.WeightReceiver(nn.Linear(4, 4)), ws.WeightReceiver(slow, apply="in_place")]
+    with ws.connect(nn.Linear(4, 4), to=[one.handle for one in receivers]) as sender:
+        targets = sender.targets
+        sender.send_weights()
+    call = by_name(spans)["weightsync.send_weights"]
+    assert call.context is not None
+    below = [one for one in spans.get_finished_spans() if one.parent is not None]
+    assert {one.parent.span_id for one in below if one.parent} == {call.context.span_id}
+    took: dict[str, dict[str, float]] = {target: {} for target in targets}
+    for one in below:
+        assert (call.start_time or 0) <= (one.start_time or 0) <= (one.end_time or 0)
+        assert (one.end_time or 0) <= (call.end_time or 0)
+        assert one.attributes is not None
+        took[str(one.attributes["weightsync.target"])][one.name] = float(
+            str(one.attributes.get("weightsync.load_s", 0.0))
+        )
+    steps = {"weightsync.update_weights", "weightsync.finish_weight_update"}
+    assert [set(one) for one in took.values()] == [steps, steps]
+    assert took[targets[1]]["weightsync.update_weights"] >= 2 * 0.1
 
 
 def test_an_error_is_recorded(spans: InMemorySpanExporter) -> None:
@@ -69,6 +97,9 @@ def test_an_error_is_recorded(spans: InMemorySpanExporter) -> None:
     span = by_name(spans)["weightsync.send_weights"]
     assert span.status.status_code is StatusCode.ERROR
     assert [event.name for event in span.events] == ["exception"]
+    message = by_name(spans)["weightsync.finish_weight_update"]
+    assert message.status.status_code is StatusCode.ERROR
+    assert [event.name for event in message.events] == ["exception"]
 
 
 class Broken(SpanProcessor):

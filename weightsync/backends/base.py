@@ -187,7 +187,8 @@ class Received:
     `tied` maps the names of tensors that the sink ties to another one to their fingerprints.
     `lines_total` is the sum of all lines of what arrived, where the memory cannot be added up later
     because it holds shards, and a delta may follow; see weightsync.weights.lines.memory. Without it
-    such a receiver takes no delta of these weights.
+    such a receiver takes no delta of these weights. `waited_s` is for how long it waited for the
+    sender's bytes.
     """
 
     manifest: Manifest
@@ -195,6 +196,7 @@ class Received:
     verified: Verification = "none"
     tied: Mapping[str, str] = field(default_factory=dict)
     lines_total: int | None = None
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,24 +252,13 @@ def copy_tensors(
     return compiled
 
 
-Mark = tuple[str, int, float]
-"""An event of a chunk (`wanted`, `acquired` or `published`), its number, and `perf_counter()`."""
-
-
 class TransferProgress(Protocol):
     """The progress of the readers of a running update, for observers.
 
-    If an observer sets `marks` to a list, the engine appends the events of each chunk. `layout` is
-    the stream of the update, cut into chunks if it is `packed`. `num_buckets` is the size of the
-    ring.
+    `layout` is the stream of the update.
     """
 
-    marks: list[Mark] | None
     layout: StreamLayout
-    packed: bool
-
-    @property
-    def num_buckets(self) -> int: ...
 
     def taken_nbytes(self, reader: int) -> int:
         """Return a reader's position in the stream, in bytes. Any thread may call it."""

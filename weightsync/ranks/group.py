@@ -97,8 +97,8 @@ class RankGroup:
         finally:
             notify(lambda observer: observer.on_command(name, start_s))
             if isinstance(command, Begin):
-                readers, nbytes = command.readers, self.manifest.nbytes
-                notify(lambda o: o.on_transfer_start(self.worker.transfers(readers), nbytes))
+                nbytes = self.manifest.nbytes
+                notify(lambda o: o.on_transfer_start(self.worker.progress(), nbytes))
 
     def check_same_call(self, call: str, arguments: Mapping[str, str]) -> None:
         """Raise on all ranks unless all make the same call, with the same arguments. Collective."""

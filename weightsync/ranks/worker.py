@@ -20,6 +20,7 @@ from weightsync.backends.base import (
     Round,
     TrainerWeightTransferEngine,
     TransferOptions,
+    TransferProgress,
     check_contract,
     check_plain,
     expect,
@@ -35,7 +36,6 @@ from weightsync.errors import (
     VerificationError,
     shorten,
 )
-from weightsync.observe import ObservedTransfer
 from weightsync.profiling import scope
 from weightsync.ranks.comm import RankComm
 from weightsync.ranks.commands import (
@@ -227,17 +227,10 @@ class RankWorker:
         if used is not None:
             used.end_use()
 
-    def transfers(self, by_rank: ReadersByRank) -> list[ObservedTransfer]:
-        """Return the engines' parts of the update that has begun, for observers."""
-        found: list[ObservedTransfer] = []
-        for name, reading in self.reading.items():
-            progress = part(self.engines[name], ReaderWatch).progress()
-            if progress is not None:
-                readers = by_rank.get(name, {}).get(self._ranks.rank, [])
-                relays = [reader for reader in reading if reader not in readers]
-                dependent = bool(self.backend(name).requires)
-                found.append(ObservedTransfer(name, progress, readers, relays, dependent))
-        return found
+    def progress(self) -> dict[str, TransferProgress]:
+        """Return the progress of the update that has begun, by backend, for observers."""
+        found = {name: part(self.engines[name], ReaderWatch).progress() for name in self.reading}
+        return {name: progress for name, progress in found.items() if progress is not None}
 
     def usage(self, targets: Mapping[tuple[str, int], str]) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares; `targets` are its readers' names, by backend."""

@@ -102,7 +102,7 @@ def _of_reply(reply: StepReply) -> Iterator[Metric]:
         labels=["phase"],
     )
     for phase, value in sorted(reply.seconds.items()):
-        if value > 0:
+        if value > 0 and phase != "wait":
             speed.add_metric([phase], reply.nbytes / value)
     yield speed
     yield GaugeMetricFamily(

@@ -104,6 +104,8 @@ class IncomingUpdate:
         self.fingerprints += received.fingerprints
         self.levels.add(received.verified)
         self.tied.update(received.tied)
+        if received.waited_s:
+            self.seconds["wait"] = self.seconds.get("wait", 0.0) + received.waited_s
         # Of one message: several are of no stream whose lines could be added up.
         self.lines_total = received.lines_total if len(self.manifests) == 1 else None
 

@@ -696,12 +696,12 @@ class ReceiverSession:
         context = replace(context, open_target=lambda _: incoming.use(delta, base.layout))
         engine = self.senders.start_update(info.sender)
         try:
-            engine.receive_weights(info, context)
+            received = engine.receive_weights(info, context)
             result = delta.result()
         except VerificationError:  # it may be the base that differs, which nobody may fetch then
             self.load_targets.discarded()
             raise
-        return Received(offered, [result], self.sink.verification)
+        return Received(offered, [result], self.sink.verification, waited_s=received.waited_s)
 
     def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
         def open_target(layout: StreamLayout) -> LoadTarget:

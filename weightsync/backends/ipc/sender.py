@@ -12,7 +12,6 @@ from weightsync.backends.base import (
     Check,
     Handshake,
     HeldMemory,
-    Mark,
     Reader,
     ReaderWatch,
     Round,
@@ -34,6 +33,7 @@ from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.memory import PROBE_NBYTES
 from weightsync.cuda.staging import StagedBuckets
 from weightsync.errors import ConfigError
+from weightsync.profiling import scope
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
@@ -85,22 +85,15 @@ class ReadAhead:
 class ReaderProgress:
     """The progress that the readers of one ring publish. Reading it never blocks.
 
-    `marks` collects the events of each chunk if an observer sets it to a list. `layout` is the
-    layout of the update in progress, cut into chunks if it is `packed`.
+    `layout` is the layout of the update in progress, cut into chunks if it is `packed`.
     """
 
     def __init__(self, control: Control, layout: StreamLayout) -> None:
-        self.marks: list[Mark] | None = None
         self.layout = layout
         self.packed = False
         self._control = control
         self._before: dict[int, int] = {}
         self._base = 0
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets of the ring."""
-        return self._control.slots
 
     def begin_packed(self, layout: StreamLayout, base: int) -> None:
         """Begin an update whose first chunk has the sequence number after `base`."""
@@ -110,11 +103,6 @@ class ReaderProgress:
         """Begin an update that these readers read from registered memory."""
         self._before = {reader: self._control.loaded(reader) for reader in readers}
         self.layout, self.packed = layout, False
-
-    def mark(self, what: str, chunk: int) -> None:
-        """Record the event `what` of a chunk. Called by the sender, once per chunk and event."""
-        if self.marks is not None:
-            self.marks.append((what, chunk, time.perf_counter()))
 
     def taken_nbytes(self, reader: int) -> int:
         """Return the bytes of the stream that a reader has read. Thread-safe, during the update."""
@@ -438,10 +426,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
 
             def acquire(j: int) -> int:
                 check()
-                self.reader_progress.mark("wanted", j)
-                bucket = self._writer.acquire(j, check=check, timeout_s=timeout_s)
-                self.reader_progress.mark("acquired", j)
-                return bucket
+                with scope("weightsync wait for a bucket"):
+                    return self._writer.acquire(j, check=check, timeout_s=timeout_s)
 
             if stable is not None:
                 filled = packer.pack_stable(stable, acquire, verify=self._verify)
@@ -456,7 +442,6 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
                     self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
                     self._table += fingerprints
                     self._writer.publish(j)
-                    self.reader_progress.mark("published", j)
                     self._written_nbytes += (
                         packer.layout.chunks[j].stop - packer.layout.chunks[j].start
                     )
@@ -489,13 +474,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
         limit = ReadAhead(self.reader_progress.furthest) if on_host else None
         if self._hashers is None:
             self._hashers = in_place_hashers(self._memory, self._whole)
-        self.reader_progress.mark("acquired", 0)
         for unit, hasher in zip(self._whole.units, self._hashers, strict=True):
             check()
             if limit:
                 limit.wait(unit.start)
             self._table.append(hasher())
-        self.reader_progress.mark("published", 0)
         self._control.write_fingerprints(0, self._table)
         self._control.table_ready += len(self._table)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -358,6 +358,7 @@ class IncomingTransfer:
         self._control = opened.control
         self._fingerprints: list[int] = []
         self._lines_total: int | None = None
+        self._waited_s = 0.0
         self._wrong: list[CopyUnit] = []
         self._checked_at = 0.0  # the sender may have died while its message waited for its turn
         ring_update = self._ring_update = decode_payload(info.payload, RingUpdate)
@@ -395,7 +396,21 @@ class IncomingTransfer:
             self._fingerprints,
             self._level(load_target),
             lines_total=self._lines_total,
+            waited_s=self._waited_s,
         )
+
+    def _await_chunk(self, j: int) -> int:
+        """Return the bucket of chunk `j`, once the sender has published it."""
+        with self._waiting():
+            return self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - started
 
     def _await_epoch(self) -> None:
         """Wait until the ring is at this update: a relayed ring may be later than its readers.
@@ -418,7 +433,7 @@ class IncomingTransfer:
         copy_plans = self._compile(load_target, ring=True)
         for j, chunk in enumerate(self._layout.chunks):
             self._check()
-            bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
+            bucket = self._await_chunk(j)
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected = self._expected_of(j, len(units))
             self._context.mark_dirty()
@@ -433,7 +448,7 @@ class IncomingTransfer:
         buckets = self._opened.buckets if lent is None else lent.buckets
         for j, chunk in enumerate(self._layout.chunks):
             self._check()
-            bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
+            bucket = self._await_chunk(j)
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected, buffer = self._expected_of(j, len(units)), buckets[bucket]
             if lent is not None and not verify:
@@ -587,7 +602,8 @@ class IncomingTransfer:
         if not self._info.verify:
             return []
         count = len(self._layout.units)
-        self._reader.wait_table(count, check=self._check, timeout_s=self._opened.lease_s)
+        with self._waiting():
+            self._reader.wait_table(count, check=self._check, timeout_s=self._opened.lease_s)
         return self._control.fingerprints(0, count)
 
     def _compare(self, units: Sequence[CopyUnit], got: list[int], expected: list[int]) -> None:

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from weightsync.backends.base import (
     Check,
     Handshake,
-    Mark,
     Reader,
     ReaderChanges,
     ReaderWatch,
@@ -390,19 +389,7 @@ class _UplinkProgress:
 
     def __init__(self, ring: IpcTrainerEngine) -> None:
         self._own = ring.reader_progress
-        self.layout, self.packed = self._own.layout, self._own.packed
-
-    @property
-    def marks(self) -> list[Mark] | None:
-        return self._own.marks
-
-    @marks.setter
-    def marks(self, marks: list[Mark] | None) -> None:
-        self._own.marks = marks
-
-    @property
-    def num_buckets(self) -> int:
-        return self._own.num_buckets
+        self.layout = self._own.layout
 
     def taken_nbytes(self, reader: int) -> int:
         return self._own.taken_nbytes(RELAY_READER)
