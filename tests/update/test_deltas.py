@@ -660,6 +660,33 @@ def test_auto_stops_where_too_much_changes(monkeypatch: pytest.MonkeyPatch, kind
         assert kinds[-1]
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_changed_before_an_attempt_that_sent_nothing_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """The estimate is about the weights that were sent last, not those that were looked at last."""
+    monkeypatch.setattr(deltas, "MIN_NBYTES", 0)
+    trainer, server = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2))
+    one, other = trainer.get_parameter("0.weight"), trainer.get_parameter("1.weight")
+    options: Any = {"delta": "auto", "packed": False, "check_finite": "raise"}
+    with torch.no_grad(), ws.connect(trainer, to=ws.WeightReceiver(server), **options) as sender:
+        assert [sent(sender.send_weights()) for _ in range(2)] == [False, True]
+        for weight in (one, other):
+            weight.add_(1)
+        if moves:
+            one.data, other.data = other.data, one.data
+        else:
+            one[0, 0] = torch.nan
+            with pytest.raises(ws.VerificationError, match="NaN"):
+                sender.send_weights()
+            one[0, 0] = 1
+        report = sender.send_weights()
+        assert bool(report.connect_seconds) is moves
+        assert report.delta is not None
+        assert "of the lines changed" in report.delta.reason
+        assert equal(trainer, server)
+
+
 class Merged(ws.ModuleSource):
     """A source that makes all tensors but the first layer's of others than the module's."""
 

@@ -519,6 +519,8 @@ class RankWorker:
                         logger.exception("backend %s: cancel() failed", name)
                 raise
         update.transferred()
+        if self._changes is not None:
+            self._changes.note_sent()
         return CommandResult()
 
     def _keep_alive(self, command: KeepAlive) -> CommandResult:

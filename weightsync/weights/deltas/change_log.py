@@ -154,12 +154,16 @@ class ChangeLog:
         return {v.weights_id: to_hex(v.total) for v in self._versions if self.knows(v.weights_id)}
 
     def changed_share(self, tensors: Sequence[torch.Tensor] | None) -> float | None:
-        """Return about which share of the lines changed since the last call; None if not known.
+        """Return about which share of the lines changed since `note_sent`; None if not known.
 
         `tensors` are those that are sent, or those of which casts are sent. Other tensors that are
         made cannot be looked at before they are sent: None.
         """
         return None if tensors is None else self._sample.changed_share(tensors)
+
+    def note_sent(self) -> None:
+        """Note that what `changed_share` looked at last was sent."""
+        self._sample.note_sent()
 
     def lines_since(self, bases: Sequence[str]) -> int | None:
         """Return how many lines the last scans marked since these bases; None if not known."""

@@ -313,7 +313,7 @@ class KnownSpans:
 
 
 class LineSample:
-    """The sums of some lines of a source, to estimate cheaply how many change from call to call.
+    """The sums of some lines of a source, to estimate cheaply how many change between updates.
 
     It looks at 4096 groups of eight lines, at one in 512 where these are more, at all of a small
     stream. Only contiguous tensors: those that are sent, or those of which casts are sent.
@@ -324,10 +324,18 @@ class LineSample:
         self._step = min(max(groups // _MOST_SAMPLES, 1), _MOST_APART)
         self._known = KnownSpans(layout)
         self._layout = layout
+        self._sent: Words | None = None
         self._sums: Words | None = None
 
+    def note_sent(self) -> None:
+        """Note that what the last call of `changed_share` has looked at was sent."""
+        self._sent = self._sums
+
     def changed_share(self, tensors: Sequence[torch.Tensor]) -> float | None:
-        """Return the share of lines that changed since the last call; None where not known."""
+        """Return the share of lines that changed since the tensors that were sent; None if unknown.
+
+        An update may look more than once before it sends, or fail.
+        """
         spans = self._known.find(tensors)
         if not all(map(_is_sampled, tensors, self._layout.manifest.specs)):
             return None
@@ -337,7 +345,7 @@ class LineSample:
             sums = sums[: int(kernels().sample(spans, np.uint64(self._step), sums))]
         else:
             sums = self._sample_with_torch(tensors)
-        before, self._sums = self._sums, sums
+        before, self._sums = self._sent, sums
         if before is None or len(before) != len(sums) or not len(sums):
             return None
         return float((before != sums).mean())
