@@ -127,8 +127,18 @@ def test_the_next_update_succeeds(function: str, apply: ApplyChoice) -> None:
     sender.engine.close()
 
 
-@pytest.mark.parametrize("function", ["_call", "_send_weights", "_transfer", "send_whole"])
-def test_the_next_send_succeeds(function: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "in_block"),
+    [
+        ("_call", False),
+        ("_send_weights", False),
+        ("_transfer", False),
+        ("send_whole", False),
+        ("_transfer", True),
+        ("send", True),
+    ],
+)
+def test_the_next_send_succeeds(function: str, in_block: bool) -> None:
     trained, served = make(0), make(0)
     receiver = ws.WeightReceiver(ModuleSink(served), lease_s=WAIT_S)
     with ws.connect(trained, to=receiver.handle, timeout_s=WAIT_S) as sender:
@@ -142,7 +152,11 @@ def test_the_next_send_succeeds(function: str) -> None:
             traced = sys.gettrace()
             sys.settrace(interrupt)
             try:
-                sender.send_weights()
+                if in_block:
+                    with sender.update() as block:
+                        block.send(trained.state_dict().items())
+                else:
+                    sender.send_weights()
             except KeyboardInterrupt:
                 pass
             finally:

@@ -354,18 +354,14 @@ class RankWorker:
     def _check_moved(self) -> CommandResult:
         """Return whether registered memory has moved. Raises in a block that sent too much."""
         self._check_own()
-        self._refuse_pairs()
-        self.source.refresh()
-        return CommandResult(moved=self._has_moved)
-
-    def _refuse_pairs(self) -> None:
-        """Raise ProtocolError for tensors that rank 0 does not send, and forget them."""
         if self.pairs is not None:
             self.pairs = None
             raise ProtocolError(
                 "this rank sends tensors that rank 0 does not; every rank has to call send() as "
                 "often as rank 0"
             )
+        self.source.refresh()
+        return CommandResult(moved=self._has_moved)
 
     @property
     def _has_moved(self) -> bool:
@@ -407,7 +403,6 @@ class RankWorker:
 
     def _before_begin(self, command: Begin) -> BeforeBegin:
         """Return what an update has to know before it begins; of all ranks where they need it."""
-        self._refuse_pairs()
         found = BeforeBegin(
             moved=command.checks_memory and self._has_moved,
             estimate=None if command.offer is None else self._estimate(command.offer.task),

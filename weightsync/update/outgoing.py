@@ -211,7 +211,10 @@ class UpdateTransaction:
     def send(self, named_tensors: NamedTensors) -> None:
         """Send tensors to every receiver; returns when all of them have loaded these."""
         self._group.worker.pairs = named_tensors
-        self._transfer(pairs=True)
+        try:
+            self._transfer(pairs=True)
+        finally:  # it may have failed before this rank began
+            self._group.worker.pairs = None
         self._group.finish(self._group.version)
 
     def prepare(self) -> None:
