@@ -52,6 +52,17 @@ def talk(rank: int) -> tuple[list[bytes], bytes, bytes, list[bytes]]:
     return told, heard, nothing, [body[:1] for body in again]
 
 
+def talk_of_sizes(rank: int, sizes: list[int]) -> None:
+    """Short payloads travel in another way than long ones, and the ranks' differ."""
+    ranks = joined()
+    for nbytes in sizes:
+        bodies = [bytes([other + 1]) * max(nbytes - other, 0) for other in range(ranks.size)]
+        assert ranks.exchange(bodies[rank]) == bodies, nbytes
+        assert ranks.exchange(bodies[-1 - rank]) == bodies[::-1], nbytes
+        assert ranks.broadcast(bodies[0] if rank == 0 else None) == bodies[0], nbytes
+    ranks.close()
+
+
 def two_groups(rank: int) -> list[list[bytes]]:
     first, second = joined(), joined()
     return [first.exchange(b"1%d" % rank), second.exchange(b"2%d" % rank)]
@@ -147,6 +158,9 @@ class TestTogether:
         told = [b"x" * rank for rank in range(size)]
         firsts = [bytes([rank]) for rank in range(size)]
         assert crew.run(talk) == [(told, b"\0handles", b"", firsts)] * size
+
+    def test_payloads_of_any_size(self, ranks_of: tuple[int, Crew]) -> None:
+        ranks_of[1].run(talk_of_sizes, [0, 1, 503, 504, 505, 506, 507, 512, 513, 1 << 20])
 
     def test_a_collective_is_freed_by_no_thread_of_gloo(self, ranks_of: tuple[int, Crew]) -> None:
         """At interpreter exit that would abort the process."""

@@ -563,11 +563,11 @@ def _read_first_part(part: torch.Tensor) -> tuple[int, bytes]:
 def _tensor_of(payload: bytes, length: int) -> torch.Tensor:
     buffer = bytearray(length)
     buffer[: len(payload)] = payload
-    return torch.frombuffer(buffer, dtype=torch.uint8) if length else torch.empty(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes() if tensor.numel() else b""
+    return tensor.numpy().tobytes()
 
 
 def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> None:
