@@ -251,7 +251,7 @@ def test_after_an_error_of_vllms_own_the_next_call_gets_through(server: Server) 
         control = sender._coordinator.fleet.members[0].transport._server.control  # type: ignore[union-attr]
         for _ in range(3):
             with pytest.raises(RemoteError, match=r"collective_rpc answered 500: .*no_such"):
-                control._request("collective_rpc", {"method": "no_such"}, 30.0)
+                control.request("collective_rpc", {"method": "no_such"}, 30.0)
             assert control.is_paused(timeout_s=30) is False
         change(model, 70)
         sender.send_weights()

@@ -49,7 +49,7 @@ def _die_before(fatal: str) -> None:
     """Make this process die before the call `fatal` of its next update."""
     call, _, count = fatal.partition(" ")
     left = int(count or 1)
-    request = VllmHttpControl._request
+    request = VllmHttpControl.request
 
     def counted(control: VllmHttpControl, verb: str, *args: Any, **kwargs: Any) -> object:
         nonlocal left
@@ -59,4 +59,4 @@ def _die_before(fatal: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return request(control, verb, *args, **kwargs)
 
-    cast(Any, VllmHttpControl)._request = counted
+    cast(Any, VllmHttpControl).request = counted

@@ -6,7 +6,6 @@ and their log-probabilities.
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
@@ -17,8 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,22 +23,19 @@ from functools import partial
 from typing import Any
 
 from weightsync.errors import (
-    AuthError,
     ConfigError,
-    ConnectError,
     ProcessLostError,
     ProtocolError,
-    RemoteError,
     TransportError,
     TransportTimeout,
 )
+from weightsync.integrations.engine_control import EngineClient
 from weightsync.runtime.processes import end_with
 from weightsync.sender import connect
 from weightsync.transports.factory import TransportFactory
 from weightsync.transports.tokens import (
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
-    token_from_environment,
 )
 from weightsync.wire.messages import CheckReply, CheckRequest
 
@@ -124,38 +118,23 @@ class Server:
         with connect(source, self.url, token=self.token, timeout_s=timeout_s) as sender:
             return sender.send_weights().seconds["total"]
 
-    def request(self, path: str, body: object | None = None, timeout_s: float = _CALL_S) -> Any:
-        """Return the JSON of an answer.
+    def request(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _CALL_S
+    ) -> dict[str, Any]:
+        """Return the JSON object of an answer. Raises the errors of its transport."""
+        with closing(self._client()) as client:
+            return client.request(path, body, timeout_s)
 
-        Raises ConnectError, TransportTimeout, AuthError, and RemoteError for an error of the server
-        and for what is no JSON.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        token = token_from_environment() if self.token is None else self.token
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        plain = self.url.removeprefix("vllm+").rstrip("/")
-        request = urllib.request.Request(f"{plain}/{path}", data, headers)  # noqa: S310  # a user's URL
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        said = f"{self.url}/{path}"
-        try:
-            with opener.open(request, timeout=timeout_s) as answer:
-                text = answer.read()
-                return json.loads(text) if text else {}
-        except urllib.error.HTTPError as exc:
-            if exc.code in (401, 403):
-                raise AuthError(f"{said}: {exc}; give its token") from exc
-            raise _remote(said, exc) from exc
-        except TimeoutError as exc:
-            raise TransportTimeout(f"{said} did not answer within {timeout_s:g} s") from exc
-        except (OSError, http.client.HTTPException) as exc:
-            why = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-            raise ConnectError(
-                f"{self.url} cannot be reached: {why}; is the server running?"
-            ) from exc
-        except ValueError as exc:
-            raise _remote(said, exc) from exc
+    def is_healthy(self) -> bool:
+        """Whether `/health` answers well. Raises RemoteError or AuthError where it never will."""
+        with closing(self._client()) as client:
+            status, _ = client.get("health", timeout_s=5.0)
+        if 400 <= status < 500:
+            self.request("health", timeout_s=5.0)
+        return status < 400
+
+    def _client(self) -> EngineClient:
+        return EngineClient(self.url.removeprefix("vllm+"), self.token)
 
     def _complete(self, prompt: Sequence[int]) -> tuple[list[str], list[float]]:
         """Return the greedy tokens after a prompt, and their log-probabilities."""
@@ -172,10 +151,6 @@ class Server:
             told = self.request("v1/completions", body)["choices"][0]["logprobs"]
             logprobs = [math.nan if p is None else float(p) for p in told["token_logprobs"]]
             return [str(token) for token in told["tokens"]], logprobs
-
-
-def _remote(said: str, exc: Exception) -> RemoteError:
-    return RemoteError(f"{said}: {exc}", remote_type=type(exc).__name__, remote_message=str(exc))
 
 
 @contextmanager
@@ -342,7 +317,7 @@ def _await(server: Server, process: subprocess.Popen[bytes], log: Any) -> None:
     while time.monotonic() < deadline:
         healthy = False
         with suppress(TransportError):
-            healthy = _is_healthy(server)
+            healthy = server.is_healthy()
         if process.poll() is not None:
             log.seek(0)
             last = log.read().decode(errors="replace").strip().splitlines()[-3:]
@@ -353,17 +328,6 @@ def _await(server: Server, process: subprocess.Popen[bytes], log: Any) -> None:
             return
         time.sleep(0.5)
     raise TransportTimeout(f"the cold server did not answer within {_START_S:.0f} s")
-
-
-def _is_healthy(server: Server) -> bool:
-    try:
-        server.request("health", timeout_s=5.0)
-    except RemoteError as exc:
-        if isinstance(exc.__cause__, urllib.error.HTTPError):
-            if exc.__cause__.code < 500:  # later answers will not differ
-                raise
-            return False
-    return True
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -14,6 +14,15 @@ from weightsync.transports.http import HttpTransport
 class EngineClient(HttpTransport):
     """Calls to a server that may be an engine's own: its errors have the reason that it gives."""
 
+    def request(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        """Return the JSON object of the answer to a POST, or a GET without `body`; {} for none."""
+        data = None if body is None else json.dumps(body).encode()
+        status, answer = self._exchange(call, data, timeout_s)
+        found = json_object(answer)
+        if status != 200 or found.get("success") is False:
+            raise self._error(call.partition("?")[0], status, answer)
+        return found
+
     def _foreign_error(self, call: str, status: int, answer: bytes) -> RemoteError:
         reason = reason_of(answer)
         return RemoteError(
@@ -48,15 +57,6 @@ class EngineControl(EngineClient, ABC):
     @abstractmethod
     def is_kind(self, *, timeout_s: float) -> bool:
         """Whether the server is of this kind."""
-
-    def _request(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-        """Return the JSON object of the answer to a POST, or a GET without `body`; {} for none."""
-        data = None if body is None else json.dumps(body).encode()
-        status, answer = self._exchange(call, data, timeout_s)
-        found = json_object(answer)
-        if status != 200 or found.get("success") is False:
-            raise self._error(call.partition("?")[0], status, answer)
-        return found
 
 
 def json_object(answer: bytes) -> dict[str, Any]:

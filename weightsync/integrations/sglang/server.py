@@ -123,7 +123,7 @@ class SglangControl(EngineControl):
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
         """Pause generation; `mode` is `keep` or `abort`, for the requests in flight."""
-        self._request("pause_generation", {"mode": _MODES[mode]}, timeout_s)
+        self.request("pause_generation", {"mode": _MODES[mode]}, timeout_s)
 
     def watch_pauses(self, *, verify_tls: bool | str) -> PauseWatch:
         """Return a PauseWatch, which resumes the server when this process dies."""
@@ -132,16 +132,16 @@ class SglangControl(EngineControl):
 
     def proceed(self, *, timeout_s: float) -> None:
         """Resume generation."""
-        self._request("continue_generation", {}, timeout_s)
+        self.request("continue_generation", {}, timeout_s)
 
     def flush_cache(self, *, timeout_s: float) -> None:
         """Flush the prefix cache. Raises RemoteError while requests are running."""
-        self._request("flush_cache", {}, timeout_s)
+        self.request("flush_cache", {}, timeout_s)
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Set the server's `weight_version`."""
         body = {"new_version": version, "abort_all_requests": False}
-        self._request("update_weight_version", body, timeout_s)
+        self.request("update_weight_version", body, timeout_s)
 
     def load(
         self, directory: Path, version: str | None, *, clear_cache: bool, timeout_s: float

@@ -56,7 +56,7 @@ class VllmHttpControl(EngineControl):
     """A VllmControl of the server at `url`."""
 
     def is_kind(self, *, timeout_s: float) -> bool:
-        return self._request("version", None, timeout_s).keys() == {"version"}
+        return self.request("version", None, timeout_s).keys() == {"version"}
 
     def greet(self, *, timeout_s: float) -> None:
         """Check that the workers have our engine, before the first RPC to them.
@@ -64,10 +64,10 @@ class VllmHttpControl(EngineControl):
         An RPC that raises in one of several workers breaks every later one. Raises
         BackendUnavailableError, which says how to start the server.
         """
-        size = self._request("get_world_size", None, timeout_s)
+        size = self.request("get_world_size", None, timeout_s)
         if not size or size.get("world_size") == 1:
             return  # a single worker without the method says so, and nothing is lost
-        info = self._request("server_info?config_format=json", None, timeout_s)
+        info = self.request("server_info?config_format=json", None, timeout_s)
         config = info.get("vllm_config")
         if not isinstance(config, dict):
             return
@@ -79,23 +79,23 @@ class VllmHttpControl(EngineControl):
 
     def rpc(self, text: str, *, timeout_s: float) -> object:
         body = {"method": vllm_rpc.METHOD, "args": [text]}
-        return self._request("collective_rpc", body, timeout_s).get("results")
+        return self.request("collective_rpc", body, timeout_s).get("results")
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        return bool(self._request("is_paused", None, timeout_s).get("is_paused"))
+        return bool(self.request("is_paused", None, timeout_s).get("is_paused"))
 
     def pause(self, mode: str, *, timeout_s: float) -> None:
-        self._request(f"pause?mode={mode}", {}, timeout_s)
+        self.request(f"pause?mode={mode}", {}, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        self._request("resume", {}, timeout_s)
+        self.request("resume", {}, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Reset the prefix cache; running requests compute theirs again."""
-        self._request("reset_prefix_cache?reset_running_requests=true", {}, timeout_s)
+        self.request("reset_prefix_cache?reset_running_requests=true", {}, timeout_s)
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
-        self._request("update_weight_version", {"new_version": version}, timeout_s)
+        self.request("update_weight_version", {"new_version": version}, timeout_s)
 
     def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
         if status == 404:
