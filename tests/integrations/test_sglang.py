@@ -34,8 +34,8 @@ from weightsync.errors import (
     TransferError,
     UpdateConflictError,
 )
-from weightsync.integrations.pause_watch import PauseWatch
 from weightsync.integrations.sglang import files
+from weightsync.integrations.sglang.pause_watch import PauseWatch
 from weightsync.integrations.sglang.server import SglangControl
 from weightsync.shm.segment import remove_leftovers
 from weightsync.wire.messages import PauseRequest, ResumeRequest

@@ -23,8 +23,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations.engine_control import EngineControl, engine_url, json_object, reason_of
-from weightsync.integrations.pause_watch import PauseWatch
 from weightsync.integrations.sglang.files import WeightDirectory, read_manifest
+from weightsync.integrations.sglang.pause_watch import PauseWatch
 from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.receiver import WeightReceiver
 from weightsync.shm.addresses import resolve
