@@ -221,22 +221,47 @@ def test_an_import_from_a_later_room_is_found() -> None:
     assert rooms_above(source, "weightsync.weights.sources.base") == []
 
 
-@pytest.mark.parametrize("folder", ["ranks", "update"])
-def test_no_backend_is_known_by_name(folder: str) -> None:
-    named = re.compile(rf"{PACKAGE}\.backends\.(?!base$|registry$)")
-    found = [
-        f"{module_name(path)}:{line} imports {target}"
-        for path in FILES
-        if path.is_relative_to(ROOT / folder)
-        for line, target in imports(path.read_text(), module_name(path), is_package=False)
-        if named.match(target)
-    ]
-    assert found == []
+BY_NAME = re.compile(
+    rf"{PACKAGE}\.backends\.(?!(base|registry)$)|{PACKAGE}\.transports\.(?!(base|calls|polled)$)"
+    r"|(http|urllib\.request|requests|fastapi|uvicorn|ray)(\.|$)"
+)
+"""Backends, and kinds of transports: an update knows the contracts of both alone."""
+
+
+def known_by_name(source: str, module: str) -> list[str]:
+    """Return one line for each import of a backend, or of what one kind of transport needs."""
+    found = imports(source, module, is_package=False)
+    return [f"{module}:{line} imports {name}" for line, name in found if BY_NAME.match(name)]
+
+
+CORE = [path for path in FILES if path.parent.name in {"ranks", "update"}]
+
+
+@pytest.mark.parametrize("path", CORE, ids=module_name)
+def test_an_update_knows_no_backend_and_no_kind_of_transport(path: Path) -> None:
+    assert known_by_name(path.read_text(), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weightsync.backends.ring",
+        "weightsync.backends.ipc.sender",
+        "weightsync.transports.http",
+        "http.client",
+        "urllib.request",
+        "ray",
+    ],
+)
+def test_a_planted_backend_or_kind_of_transport_is_found(name: str) -> None:
+    found = known_by_name(f"import {name}", "weightsync.update.paths")
+    assert found == [f"weightsync.update.paths:1 imports {name}"]
+    assert known_by_name("import weightsync.backends.base", "weightsync.update.paths") == []
 
 
 FOREIGN = re.compile(
     r"vllm|sglang|openai|hugging_?face|peft|megatron|openrlhf|(?<![a-z])(verl|trl)(?![a-z])"
-    r"|ipc_handles|held_names"
+    r"|ipc_handles|handlesupdate|held_names|describedsource"
 )
 """Names of other systems, and of the fields of their messages and the methods of their objects."""
 KNOWS_OTHERS = {
@@ -275,6 +300,12 @@ def test_no_other_system_is_known_below_integrations(path: Path) -> None:
     assert foreign_names(path.read_text(), module_name(path)) == []
 
 
+@pytest.mark.parametrize("unit", KNOWS_OTHERS)
+def test_what_may_know_other_systems_does(unit: str) -> None:
+    (path,) = (path for path in FILES if module_name(path) == f"{PACKAGE}.{unit}".rstrip("."))
+    assert foreign_names(path.read_text(), module_name(path)) != []
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -283,7 +314,8 @@ def test_no_other_system_is_known_below_integrations(path: Path) -> None:
         ("class OpenaiAnswer: ...", "OpenaiAnswer"),
         ("def as_source(verl_worker): ...", "verl_worker"),
         ("described.held_names()", "held_names"),
-        ("made = HandlesUpdate(ipc_handles=[])", "ipc_handles"),
+        ("made = Made(ipc_handles=[])", "ipc_handles"),
+        ("isinstance(source, DescribedSource)", "DescribedSource"),
         ("is_vllm = url.startswith(SCHEME)", "is_vllm"),
         ("SCHEME = 'vllm+'", "vllm+"),
     ],
