@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -115,8 +116,15 @@ def test_the_tensors_and_the_target_of_the_one_call_are_told_apart() -> None:
 
 
 def test_a_router_of_a_module_is_refused() -> None:
-    with pytest.raises(ws.ConfigError, match=r"a Linear is no receiver; give weight_router"):
+    lacking = r"a Linear is no receiver, without dispatch, handle_json, report, status; give weight"
+    with pytest.raises(ws.ConfigError, match=lacking):
         weight_router(make(), token=None)  # type: ignore[arg-type]  # that it is refused
+
+
+def test_a_router_of_half_a_receiver_names_what_is_not_there() -> None:
+    half = SimpleNamespace(dispatch=print, report=print, status=print)
+    with pytest.raises(ws.ConfigError, match=r"is no receiver, without handle_json; give weight"):
+        weight_router(half, token=None)
 
 
 def test_a_callable_state_dict_sends_tied_tensors_once() -> None:

@@ -93,6 +93,7 @@ def _content(description: str, media_type: str, schema: Schema) -> dict[str, Any
 
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+_OF_RECEIVER = ("dispatch", "handle_json", "report", "status")
 
 
 def weight_router(
@@ -110,9 +111,10 @@ def weight_router(
     app instead. `/metrics` shows `more_metrics` as well. Raises ConfigError for a token that a
     header cannot carry, and for what is no receiver.
     """
-    if not callable(getattr(receiver, "dispatch", None)):
+    if lacking := [name for name in _OF_RECEIVER if not callable(getattr(receiver, name, None))]:
         raise ConfigError(
-            f"a {type(receiver).__name__} is no receiver; give weight_router(WeightReceiver(sink))"
+            f"a {type(receiver).__name__} is no receiver, without {', '.join(lacking)}; give "
+            "weight_router(WeightReceiver(sink)), or what inherits from server.dispatcher.Receiver"
         )
     if token is not None:
         check_token_text(token)
