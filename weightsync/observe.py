@@ -118,8 +118,8 @@ class Observer:
     raises.
     """
 
-    def on_command(self, name: str, start_s: float) -> None:
-        """Called when all ranks have executed a command, which began at `start_s`."""
+    def on_command(self, name: str) -> None:
+        """Called when all ranks have executed a command."""
 
     def on_transfer_start(self, engines: Mapping[str, TransferProgress], nbytes: int) -> None:
         """Called when rank 0's engines, by backend, have begun an update of `nbytes`."""

@@ -26,7 +26,7 @@ class Transferred(Observer):
     def __init__(self) -> None:
         self.event = threading.Event()
 
-    def on_command(self, name: str, start_s: float) -> None:
+    def on_command(self, name: str) -> None:
         if name == "transfer":
             self.event.set()
 

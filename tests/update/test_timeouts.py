@@ -26,7 +26,7 @@ class Watcher(Observer):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def on_command(self, name: str, start_s: float) -> None:
+    def on_command(self, name: str) -> None:
         self.told.append(name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -89,13 +88,12 @@ class RankGroup:
     def _observed(self, command: AnyCommand) -> Iterator[None]:
         """Notify the observers of a command, and of the transfers that it begins or ends."""
         name, notify = type(command).__name__.lower(), self.observers.notify
-        start_s = time.perf_counter()
         if isinstance(command, End):
             notify(lambda observer: observer.on_transfer_end())
         try:
             yield
         finally:
-            notify(lambda observer: observer.on_command(name, start_s))
+            notify(lambda observer: observer.on_command(name))
             if isinstance(command, Begin):
                 nbytes = self.manifest.nbytes
                 notify(lambda o: o.on_transfer_start(self.worker.progress(), nbytes))

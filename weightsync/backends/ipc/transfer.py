@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -401,16 +401,10 @@ class IncomingTransfer:
 
     def _await_chunk(self, j: int) -> int:
         """Return the bucket of chunk `j`, once the sender has published it."""
-        with self._waiting():
-            return self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
         started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited_s += time.perf_counter() - started
+        bucket = self._reader.wait(j, check=self._check, timeout_s=self._opened.lease_s)
+        self._waited_s += time.perf_counter() - started
+        return bucket
 
     def _await_epoch(self) -> None:
         """Wait until the ring is at this update: a relayed ring may be later than its readers.
@@ -602,8 +596,9 @@ class IncomingTransfer:
         if not self._info.verify:
             return []
         count = len(self._layout.units)
-        with self._waiting():
-            self._reader.wait_table(count, check=self._check, timeout_s=self._opened.lease_s)
+        started = time.perf_counter()
+        self._reader.wait_table(count, check=self._check, timeout_s=self._opened.lease_s)
+        self._waited_s += time.perf_counter() - started
         return self._control.fingerprints(0, count)
 
     def _compare(self, units: Sequence[CopyUnit], got: list[int], expected: list[int]) -> None:
