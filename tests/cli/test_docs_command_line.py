@@ -31,7 +31,8 @@ def shape(text: str) -> list[str]:
     """Return lines without what differs from run to run, and from server to server."""
     keyless = re.sub(r"HOST-[0-9a-f]+", "HOST", text)
     lines = keyless.splitlines()
-    return [_NUMBER.sub("N", line) for line in lines if not line.endswith("committed")]
+    shapes = [_NUMBER.sub("N", line) for line in lines if not line.endswith("committed")]
+    return [line.replace(", wait N ms", "") for line in shapes]  # where there was no wait
 
 
 def rows(title: str) -> list[list[str]]:

@@ -47,8 +47,9 @@ def commands() -> list[Shown]:
 
 
 def shape(text: str) -> list[str]:
-    """Return lines without what differs from run to run."""
-    return [_VOLATILE.sub("N", line) for line in text.splitlines()]
+    """Return lines without what differs from run to run: numbers, and waits that there were not."""
+    lines = (_VOLATILE.sub("N", line) for line in text.splitlines())
+    return [line.replace(", wait N ms", "") for line in lines]
 
 
 @dataclass(slots=True)
