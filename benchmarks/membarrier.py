@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 
-from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES
+from weightsync.backends.ring import HOST_BUCKET_NBYTES
 from weightsync.shm.store_order import VARIABLE
 
 TURNS = 5

@@ -23,15 +23,14 @@ def offered(
     engine: IpcTrainerEngine,
     payload: Any = None,
     *,
-    place: int = 0,
     backend: str = "ipc",
     sender: str = "sender",
     lease_s: float = 60.0,
     generation: int | None = None,
 ) -> InitInfo:
-    """Return the offer for a reader of the engine's ring; `payload` replaces the ring's own."""
+    """Return the offer for reader 0 of the engine's ring; `payload` replaces the ring's own."""
     generation = next_number() if generation is None else generation
-    ring = engine.offer(place, generation)
+    ring = engine.offer(0, generation)
     return InitInfo(
         backend=backend,
         path="shared_memory" if backend == "ipc" else backend,

@@ -536,6 +536,24 @@ def test_public_is_what_the_reference_shows() -> None:
     )
 
 
+OF_IPC = {
+    "weightsync.integrations.vllm.handles_receiver": "feeds hooks from memory of another process"
+}
+"""Modules that may import from weightsync.backends.ipc, and why; others build on backends.ring."""
+
+
+def test_the_backend_ipc_is_reached_through_the_ring_and_its_entry_point() -> None:
+    found = [
+        f"{module_name(path)}:{line} imports {target}"
+        for path in FILES
+        for line, target in imports(path.read_text(), module_name(path), is_package=False)
+        if target.startswith(f"{PACKAGE}.backends.ipc")
+        and not path.is_relative_to(ROOT / "backends/ipc")
+        and module_name(path) not in OF_IPC
+    ]
+    assert found == []
+
+
 def test_modules_of_one_layer_form_no_cycle() -> None:
     mutual = {unit for row in LAYERS if row.mutual for unit in row.units}
     sources = {module_name(path): path.read_text() for path in FILES}

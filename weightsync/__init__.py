@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
         WeightTransferEngine,
     )
     from weightsync.backends.registry import register_backend
+    from weightsync.backends.ring import RingEngine
     from weightsync.integrations.vllm.ipc_engine import (
         IPCTrainerSendWeightsArgs,
         IPCWeightTransferEngine,
@@ -98,6 +99,7 @@ __all__ = [
     "ProtocolError",
     "ReceiverReport",
     "RemoteError",
+    "RingEngine",
     "SafetensorsSource",
     "SegmentError",
     "SenderConflictError",
@@ -140,6 +142,7 @@ _provide("update", "weightsync.integrations.vllm.handles:HandlesUpdate")
 _MODULES = {
     "backends.base": ("Backend", "TrainerWeightTransferEngine", "WeightTransferEngine"),
     "backends.registry": ("register_backend",),
+    "backends.ring": ("RingEngine",),
     "integrations.vllm.ipc_engine": (
         "IPCTrainerSendWeightsArgs",
         "IPCWeightTransferEngine",

@@ -30,7 +30,7 @@ from tests.children import CONTEXT, load_beforehand
 from tests.e2e.models import digests
 from tests.offers import next_number, offered, registered
 from weightsync.backends.base import Reader, Replies, TransferOptions
-from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.tcp.payload import RelayedUpdate
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.shm.segment import live_segments, remove_leftovers
@@ -212,7 +212,6 @@ class Party:
             init_info=offered(
                 self.ring,
                 payload,
-                place=RELAY_READER,
                 backend="tcp",
                 sender=SENDER,
                 lease_s=self._timeout_s,

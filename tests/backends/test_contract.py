@@ -35,7 +35,7 @@ def flip_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = IpcTrainerEngine.transfer
 
     def transfer(engine: Any, check: Callable[[], None]) -> None:
-        writer, buckets = engine._writer, engine._ring.tensors
+        writer, buckets = engine._writer, engine.buckets
         publish = writer.publish
 
         def flip(chunk: int) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from tests.gpu.receiver_process import EveryDtype
 from tests.weights.fused_cases import HostKernel
+from weightsync.backends import ring
 from weightsync.backends.base import TransferOptions
-from weightsync.backends.ipc import sender
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.ring import ProbeMemory
 from weightsync.shm.ring import RingWriter
@@ -83,7 +83,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Packer, "__init__", on_a_gpu)
     monkeypatch.setattr(Packer, "_write", noted_write)
     monkeypatch.setattr(RingWriter, "publish", noted_publish)
-    monkeypatch.setattr(sender, "ProbeMemory", lambda _: ProbeMemory())
+    monkeypatch.setattr(ring, "ProbeMemory", lambda _: ProbeMemory())
     return happened
 
 
@@ -101,7 +101,7 @@ def test_a_bucket_is_published_when_its_copies_are_complete(
     with closing(engine_of(source(EveryDtype("cpu")), packed=True)) as engine:
         engine.begin([], verify=verify)
         engine.transfer(lambda: None)
-        chunks = len(engine.stream.layout.chunks)
+        chunks = len(engine.stream(0).layout.chunks)
     assert chunks > 4
     assert log.count("publish") == chunks
     before = [log[i - 1] for i, what in enumerate(log) if what == "publish"]

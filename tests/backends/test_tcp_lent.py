@@ -12,11 +12,10 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.base import TransferOptions
-from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.tcp.carrier import InStream
-from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
-from weightsync.backends.tcp.uplink import Uplink
+from weightsync.backends.tcp.uplink import LentChunks, Uplink, why_packed
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.copying.layout import StreamLayout
@@ -101,13 +100,13 @@ def test_nothing_is_packed_for_hosts_that_read_the_tensors() -> None:
     with closing(IpcTrainerEngine(source, options)) as engine:
         lent = LentChunks(engine.packed_layout, source.stable_tensors() or [])
         window = ChunkWindow(2, 60.0)
-        engine.begin([RELAY_READER], verify=True)
-        uplink = Uplink(engine, RELAY_READER, window, [], source, lent)
+        engine.begin([reader := engine.add_relay()], verify=True)
+        uplink = Uplink(engine.stream(reader), window, [], source, lent)
         engine.transfer(lambda: None)
         uplink.finish(lambda: None)
         chunks = range(len(engine.packed_layout.chunks))
         assert uplink.table == [value for j in chunks for value in lent.fingerprints(j)]
-        assert engine.reader_progress.taken_nbytes(RELAY_READER) == engine.packed_layout.nbytes
+        assert engine.progress().taken_nbytes(reader) == engine.packed_layout.nbytes
         assert engine.written_nbytes == 0
         assert not any(bucket.any() for bucket in engine.buckets)
         uplink.stop()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightsync.backends.base import Reader, Replies, TransferOptions
-from weightsync.backends.ipc.sender import MAX_READERS, RELAY_READER, IpcTrainerEngine
+from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.tcp.payload import HostRing, Peer, TcpInit
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
 from weightsync.weights.sources.base import StateDictSource, WeightSource
@@ -42,7 +42,7 @@ class Fleet:
                 step = steps.send(Replies(payloads=replies, failed=failed))
 
     def made(self) -> HostRing:
-        offer = self.ring.offer(RELAY_READER, self.generation)
+        offer = self.ring.offer(0, self.generation)
         return HostRing(
             control=offer.control,
             data=offer.ring.data,
@@ -108,13 +108,13 @@ def test_a_ring_whose_indices_are_used_up_is_replaced(fleet: Fleet) -> None:
     """One receiver lasts, and the others of its host come and go."""
     fleet.connect(reader(0))
     rings: set[int] = set()
-    for index in range(1, 3 * MAX_READERS):
+    for index in range(1, 3 * fleet.ring.shape.num_readers):
         fleet.connect(reader(index))
         repaired = fleet.repair()
         assert index in repaired
         assert fleet.repair() == []
         (on_ring,) = [role.ring.reader for role in roles(fleet) if role.ring]
-        assert 0 < on_ring < RELAY_READER
+        assert 0 < on_ring < fleet.ring.shape.num_readers
         rings.update(role.generation for role in roles(fleet) if role.ring)
         fleet.remove(index)
     assert len(rings) == 4

@@ -14,9 +14,8 @@ from torch import nn
 
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.backends.base import TransferOptions
-from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
-from weightsync.backends.tcp.lent import LentChunks
-from weightsync.backends.tcp.uplink import Uplink, reread
+from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.tcp.uplink import LentChunks, Uplink, reread
 from weightsync.backends.tcp.window import ChunkWindow, Data, Pieces
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest, TensorSpec
@@ -132,8 +131,8 @@ def both_ways(source: WeightSource, bucket_nbytes: int) -> tuple[Mapping[int, by
 
     with closing(IpcTrainerEngine(source, options)) as engine:
         window = Keeping(1, 1.0)
-        engine.begin([RELAY_READER], verify=True)
-        uplink = Uplink(engine, RELAY_READER, window, [], source)
+        engine.begin([reader := engine.add_relay()], verify=True)
+        uplink = Uplink(engine.stream(reader), window, [], source)
         engine.transfer(lambda: None)
         uplink.finish(lambda: None)
         read = window._again
@@ -148,8 +147,8 @@ def test_a_source_that_makes_its_tensors_is_read_once() -> None:
     source = StateDictSource(tensors())
     with closing(IpcTrainerEngine(source, TransferOptions(packed=True))) as engine:
         window = ChunkWindow(1, 1.0)
-        engine.begin([RELAY_READER], verify=True)
-        uplink = Uplink(engine, RELAY_READER, window, [], source)
+        engine.begin([reader := engine.add_relay()], verify=True)
+        uplink = Uplink(engine.stream(reader), window, [], source)
         assert window._again is None
         uplink.stop()
         engine.end()
@@ -161,8 +160,8 @@ def test_an_update_that_ends_lets_go_of_the_ring() -> None:
     options = TransferOptions(packed=True, bucket_nbytes=1024, num_buckets=4)
     with closing(IpcTrainerEngine(source, options)) as engine:
         window = ChunkWindow(2, 60.0)
-        engine.begin([RELAY_READER], verify=True)
-        uplink = Uplink(engine, RELAY_READER, window, [[1]], source)
+        engine.begin([reader := engine.add_relay()], verify=True)
+        uplink = Uplink(engine.stream(reader), window, [[1]], source)
 
         def check() -> None:
             if len(window._data) == 2:

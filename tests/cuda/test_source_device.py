@@ -13,8 +13,8 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends.base import TransferOptions
-from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, IpcTrainerEngine
-from weightsync.backends.ring import Buckets
+from weightsync.backends.ipc.sender import IpcTrainerEngine
+from weightsync.backends.ring import HOST_BUCKET_NBYTES, Buckets
 from weightsync.ranks.sources import source_device
 from weightsync.weights.sources.base import IterableSource, ModuleSource, WeightSource, as_source
 from weightsync.weights.sources.safetensors_source import SafetensorsSource

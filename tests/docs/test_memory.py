@@ -15,6 +15,7 @@ import weightsync as ws
 from benchmarks.shapes import qwen3_8b
 from tests.docs.pages import ROOT
 from weightsync.backends.ipc import sender as ipc
+from weightsync.backends.ring import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.backends.tcp import backend as tcp
 from weightsync.weights.copying.layout import layer_of
 from weightsync.weights.deltas.change_log import KEPT_VERSIONS
@@ -83,7 +84,7 @@ def test_the_sizes_of_rings_are_those_of_the_code() -> None:
     def ring(name: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", FORMULAS["trainer", name])]
 
-    assert ring("ring of a CPU trainer") == [ipc.HOST_BUCKETS, ipc.HOST_BUCKET_NBYTES // MIB]
+    assert ring("ring of a CPU trainer") == [HOST_BUCKETS, HOST_BUCKET_NBYTES // MIB]
     assert ring("ring of a GPU trainer")[1] == ipc.STAGED_BUCKET_NBYTES // MIB
     assert ring("ring on a GPU") == [ipc.CUDA_BUCKETS, ipc.CUDA_BUCKET_NBYTES // MIB]
     assert ring("ring, to other hosts")[1] == tcp.BUCKET_NBYTES // MIB

@@ -12,6 +12,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from torch import nn
 import weightsync as ws
 from tests.docs.pages import Block, blocks
 from weightsync.backends import registry
-from weightsync.backends.base import Endpoint
+from weightsync.backends.base import Endpoint, TransferOptions
+from weightsync.backends.registry import get_backend
 from weightsync.testing import TinyModel
+from weightsync.weights.copying.fingerprint import table_digest
+from weightsync.weights.copying.layout import StreamLayout
 
 BLOCKS = blocks("docs/writing-a-backend.md")
 CODE = [block for block in BLOCKS if block.language == "python"]
-BACKEND, USE, TEST = CODE[:4], CODE[4], CODE[5]
+BACKEND, USE, TEST, RING = CODE[:4], CODE[4], CODE[5], CODE[6]
 LINES = 150
 
 Names = dict[str, Any]
@@ -203,3 +207,37 @@ def test_a_forked_child_keeps_no_lock(names: Names, directory: Path) -> None:
         for end in (reading, writing, forked, forks):
             os.close(end)
         sender.close()
+
+
+def test_a_sending_half_on_the_ring(names: Names) -> None:
+    """The page's engine gets every byte of a model, and each fingerprint."""
+    run(RING, names)
+    sent, table = bytearray(), list[int]()
+
+    def send(_: Any, data: torch.Tensor, fingerprints: list[int]) -> None:
+        sent.extend(data.numpy().tobytes())
+        table.extend(fingerprints)
+
+    def stop(engine: Any) -> None:
+        engine._relay.stop()
+
+    rest = {"send": send, "end": stop, "close": stop, "table_digest": None}
+    kind: Any = type("Sender", (names["RingSender"],), rest)
+
+    source = ws.ModuleSource(names["model"])
+    options = TransferOptions(packed=True, bucket_nbytes=4096, num_buckets=2, timeout_s=20)
+    ring = get_backend("ipc").trainer_engine(source, "shared_memory", options, {})
+    with closing(ring), closing(kind({"ipc": ring})) as sender:
+        (index,) = sender.base_readers([0])
+        assert sender.base_readers([]) == []
+        ring.begin([index], verify=True, source=source)
+        sender.begin([0], verify=True, source=source)
+        ring.transfer(lambda: None)
+        sender.transfer(lambda: None)
+        assert ring.table_digest == table_digest(table)
+        sender.end()
+        ring.end()
+    layout = StreamLayout(source.manifest)
+    assert len(sent) == layout.nbytes
+    for (_, tensor), offset in zip(source.tensors(), layout.offsets, strict=True):
+        assert sent[offset : offset + tensor.nbytes] == tensor.detach().numpy().tobytes()

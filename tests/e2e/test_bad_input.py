@@ -20,7 +20,7 @@ import weightsync as ws
 from tests.e2e import models
 from tests.e2e.models import digests
 from tests.e2e.processes import Host, Remote
-from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
+from weightsync.backends.ring import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.segment import Segment
 

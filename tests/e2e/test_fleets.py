@@ -16,7 +16,7 @@ from tests.e2e import models, processes
 from tests.e2e.models import digests, fill
 from tests.e2e.processes import Host
 from tests.e2e.relays import Relay
-from weightsync.backends.ipc.sender import MAX_READERS
+from weightsync.backends.ring import MAX_READERS
 from weightsync.wire.messages import (
     AbortRequest,
     FetchRequest,

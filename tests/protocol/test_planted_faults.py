@@ -70,7 +70,7 @@ class Saboteur:
     def _scene(self, sender: ws.WeightSender, stale: torch.Tensor) -> Scene:
         engine: Any = sender._group.worker.engines["ipc"]
         if self._packed:
-            slot = engine._ring.tensors[CHUNK]
+            slot = engine.buckets[CHUNK]
             return Scene(slot[:TENSOR_NBYTES], slot[TENSOR_NBYTES:], stale)
         return Scene(engine._memory.tensors[2], engine._memory.tensors[3], stale)
 

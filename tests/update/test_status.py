@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 import weightsync as ws
+from weightsync.backends.ipc.backend import IpcBackend
 from weightsync.backends.tcp.payload import Membership
 from weightsync.backends.tcp.receiver import TcpWeightTransferEngine
 from weightsync.backends.tcp.relay import HostRelay
@@ -91,7 +92,7 @@ class ClosedMeanwhile(TcpWeightTransferEngine):
 
 
 def test_an_engine_that_is_closed_meanwhile_has_an_answer() -> None:
-    engine = ClosedMeanwhile([])
+    engine = ClosedMeanwhile(IpcBackend().receiver_engine([]))
     engine._membership = cast(Membership, object())
     engine._relay = cast(HostRelay, SimpleNamespace(sender_alive=True))
     assert engine.sender_alive() is True

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.text import Text
 
 from weightsync.backends.base import Endpoint, Trial
-from weightsync.backends.ipc.sender import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.backends.registry import backend_names, choose_backends, endpoints, get_backend
+from weightsync.backends.ring import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.cli.child import Child
 from weightsync.cli.doctor_helper import Gpu, TrialAnswer
 from weightsync.cli.output import FAILED, OK, ending, one_line, print_json

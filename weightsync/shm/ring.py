@@ -224,6 +224,11 @@ class Control(CounterRing):
     writer_beat = WriterWord(_BEAT)
     sender_lost = WriterWord(_LOST)
 
+    @property
+    def room(self) -> int:
+        """Entries of each slot: its fingerprints begin at entry `slot * room`."""
+        return self.entries // self.slots
+
     def beat_writer(self) -> None:
         """Raise the writer's heartbeat. Called by the writer only."""
         self.words[_BEAT] += 1

@@ -18,6 +18,7 @@ from weightsync.backends.base import (
     WeightTransferEngine,
     decode_payload,
 )
+from weightsync.backends.ring import MAX_READERS, ProbeMemory
 from weightsync.cuda import handles
 from weightsync.cuda.memory import check_probe
 from weightsync.errors import BackendUnavailableError
@@ -34,7 +35,7 @@ class IpcBackend(Backend):
 
     name: ClassVar[str] = "ipc"
     reads_in_place: ClassVar[bool] = True
-    max_readers: ClassVar[int | None] = 63  # of 64; one is for a backend built on this one
+    max_readers: ClassVar[int | None] = MAX_READERS
 
     def endpoint(self, device: torch.device) -> Any:
         """Return the reason why memory of this process's GPU cannot be exported, if any."""
@@ -89,9 +90,6 @@ class IpcBackend(Backend):
     @contextmanager
     def offer_trial(self, path: str) -> Iterator[list[ProbeInfo]]:
         """Yield probes in the memory of every GPU, or one in a segment."""
-        # Receivers do not need it.
-        from weightsync.backends.ring import ProbeMemory  # noqa: PLC0415
-
         devices: list[torch.device | None] = [None]
         if path == "cuda_ipc":
             devices = [torch.device("cuda", ordinal) for ordinal in _shared_gpus()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +10,7 @@ from weightsync.backends.ring import Buckets, keyed_handle
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.pinning import CudaDriver
 from weightsync.cuda.staging import CudaCopyStream, StagedBuckets
-from weightsync.shm.ring import Control, RingWriter
+from weightsync.shm.ring import RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.copy_plan import Memory, UnitCompiler
@@ -67,19 +66,6 @@ def storage_info(
     storages, where, offsets = memory.storages()
     handles = [keyed_handle(None, storage) for storage in storages]
     return StorageInfo(handles=handles, storage=where, offset=offsets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedStream:
-    """A packed update in progress, for a reader in the sender's own process."""
-
-    control: Control
-    buckets: list[torch.Tensor]
-    layout: StreamLayout
-    epoch: int
-    base: int
-    verify: bool
-    timeout_s: float
 
 
 def memory_names(memory: SharedStream | DeviceStream | None) -> list[tuple[str, int]]:

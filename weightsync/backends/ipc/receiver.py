@@ -28,14 +28,13 @@ _OWN_NAME = "this receiver"
 
 
 class IpcWeightTransferEngine(WeightTransferEngine):
-    """Reads one sender's ring and registered memory. `device_keys` select the handles to open.
+    """Reads a ring and registered memory. `device_keys` select the handles to open.
 
-    `relayed`: the ring is filled from another host, by a process that is not the sender.
+    A ring that another backend offers is filled by a process that is not the sender.
     """
 
-    def __init__(self, device_keys: Sequence[str], *, relayed: bool = False) -> None:
+    def __init__(self, device_keys: Sequence[str]) -> None:
         self._keys = list(device_keys)
-        self._relayed = relayed
         self._opened: OpenedMemory | None = None
         self._since = time.monotonic()
         self._at_work = False
@@ -80,7 +79,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 info=offer,
                 sender=init_info.sender,
                 lease_s=init_info.lease_s,
-                relayed=self._relayed,
+                relayed=init_info.backend != "ipc",
                 control=control,
                 ring=data,
                 buckets=buckets,
@@ -118,7 +117,7 @@ class IpcWeightTransferEngine(WeightTransferEngine):
     def sender_beat(self) -> int | None:
         """Return the heartbeat of the ring's writer; None where the writer is not the sender."""
         opened = self._opened
-        if opened is None or self._relayed:
+        if opened is None or opened.relayed:
             return None
         with suppress(ValueError):  # another thread has closed the control segment
             return opened.control.writer_beat

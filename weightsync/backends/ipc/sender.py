@@ -11,16 +11,12 @@ import torch
 from weightsync.backends.base import (
     Check,
     Handshake,
-    HeldMemory,
     Reader,
-    ReaderWatch,
     Round,
-    TrainerWeightTransferEngine,
     TransferOptions,
     TransferProgress,
 )
 from weightsync.backends.ipc.memory import (
-    PackedStream,
     in_place_hashers,
     memory_names,
     register,
@@ -28,7 +24,19 @@ from weightsync.backends.ipc.memory import (
     storage_info,
     unreleased,
 )
-from weightsync.backends.ring import Buckets, IpcInit, ProbeMemory, RingUpdate
+from weightsync.backends.ring import (
+    HOST_BUCKET_NBYTES,
+    HOST_BUCKETS,
+    MAX_READERS,
+    MAX_RELAYS,
+    Buckets,
+    IpcInit,
+    Ring,
+    RingEngine,
+    RingShape,
+    RingStream,
+    RingUpdate,
+)
 from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.memory import PROBE_NBYTES
 from weightsync.cuda.staging import StagedBuckets
@@ -42,7 +50,6 @@ from weightsync.weights.copying.layout import UNIT_NBYTES, StreamLayout, aligned
 from weightsync.weights.sources.base import WeightSource, WritingSource, checked
 from weightsync.weights.sources.packer import Packer, StagedPacker
 from weightsync.wire.messages import SharedMemoryUsage
-from weightsync.wire.offers import RingInfo, SegmentHandle
 
 LEAD_NBYTES = 1 << 20
 """Bytes. With 4 MiB verification takes twice as long, without a limit three to four times."""
@@ -118,20 +125,14 @@ class ReaderProgress:
         return max((self.taken_nbytes(reader) for reader in self._before), default=0)
 
 
-HOST_BUCKET_NBYTES = 2 << 20
-HOST_BUCKETS = 4
 STAGED_BUCKET_NBYTES = 8 << 20
 """For copies from a GPU to the host: large enough that the start of a copy costs little."""
 CUDA_BUCKET_NBYTES = 512 << 20
 CUDA_BUCKETS = 2
 CUDA_UNIT_NBYTES = 32 << 20
-MAX_READERS = 64
-
-RELAY_READER = MAX_READERS - 1
-"""The reader index of a backend built on this one, for its reads of the ring."""
 
 
-class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
+class IpcTrainerEngine(RingEngine):
     """Sends a source through a ring (packed), or from registered memory (unpacked).
 
     `path` is `cuda_ipc` or `shared_memory`. `stage` adds staging memory on the source's device to a
@@ -159,23 +160,28 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
         ring_on_gpu = on_gpu and packed
         self._unit_nbytes = CUDA_UNIT_NBYTES if on_gpu else UNIT_NBYTES
         bucket_nbytes, num_buckets = _ring_size(options, on_gpu=ring_on_gpu)
-        self._bucket_nbytes = bucket_nbytes
         self._whole = StreamLayout(self.manifest, unit_nbytes=self._unit_nbytes)
         entries = max(
             num_buckets * units_per_chunk(bucket_nbytes, self._unit_nbytes),
             len(self._whole.units),
             1,
         )
+        self._shape = RingShape(
+            num_readers=MAX_READERS + MAX_RELAYS,
+            entries=entries,
+            unit_nbytes=self._unit_nbytes,
+            num_buckets=num_buckets,
+            bucket_nbytes=bucket_nbytes,
+        )
+        self._relays = 0
         self._kept = ExitStack()
         keep = self._kept.enter_context
         try:
-            control = Control.create(slots=num_buckets, readers=MAX_READERS, entries=entries)
-            self._control = keep(closing(control))
             gpu = options.device if on_gpu else None
             device = options.device if ring_on_gpu else torch.device("cpu")
-            self._ring = keep(closing(Buckets(num_buckets, bucket_nbytes, device)))
-            self._stage = None if on_gpu else stage(self._ring, options.device)
-            self._probe_memory = keep(closing(ProbeMemory(gpu)))
+            self._ring = keep(closing(Ring(self._shape, device, gpu)))
+            self._control = self._ring.control
+            self._stage = None if on_gpu else stage(self._ring.buckets, options.device)
             memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
             self._memory = None if memory is None else keep(closing(memory))
             if isinstance(memory, SharedStream) and stable is not None:
@@ -192,35 +198,52 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
         self._verify = True
         self._written_nbytes = 0
         self._update: Callable[[Check], None] | None = None
-        self._stream: PackedStream | None = None
+        self._begun: tuple[StreamLayout, RingUpdate] | None = None
+
+    @property
+    def shape(self) -> RingShape:
+        """The sizes of the ring."""
+        return self._shape
 
     @property
     def buckets(self) -> list[torch.Tensor]:
         """The buckets of the ring, `uint8[nbytes]` each."""
-        return self._ring.tensors
-
-    @property
-    def stream(self) -> PackedStream:
-        """The packed update in progress. Raises ConfigError when there is none."""
-        if self._stream is None:
-            raise ConfigError("no packed update is in progress")
-        return self._stream
+        return self._ring.buckets.tensors
 
     @property
     def packed_layout(self) -> StreamLayout:
         """The layout of packed updates of the whole source."""
         return self._packer.layout
 
-    def exclude(self, reader: int) -> None:
+    def add_relay(self) -> int:
+        """Return the reader index of another engine. Raises ConfigError for too many of them."""
+        if self._relays == MAX_RELAYS:
+            raise ConfigError(f"a ring has at most {MAX_RELAYS} relays, for one backend each")
+        self._relays += 1
+        return MAX_READERS + self._relays - 1
+
+    def stream(self, reader: int) -> RingStream:
+        """Return the packed update in progress. Raises ConfigError when there is none."""
+        if self._begun is None:
+            raise ConfigError("no packed update is in progress")
+        self._writer.spin_s = 0.0  # a relay needs the processor
+        layout, update = self._begun
+        return RingStream(
+            self._ring,
+            layout,
+            reader,
+            update,
+            verify=self._verify,
+            timeout_s=self._options.timeout_s,
+            exclude=self._exclude,
+        )
+
+    def _exclude(self, reader: int) -> None:
         """Go on without a reader in the packed update that has begun; without any, pack nothing."""
         control = self._control
         control.active = tuple(active for active in control.active if active != reader)
         if not control.active:
             self._update = lambda _: None
-
-    def never_spin(self) -> None:
-        """Never spin: a reader that relays chunks needs the processor."""
-        self._writer.spin_s = 0.0
 
     def progress(self) -> TransferProgress:
         """Return the progress of the readers."""
@@ -234,7 +257,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
     def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
         """Connect readers; on a GPU after a probe, because an export that is not opened leaks."""
         if self._probes:
-            probes = {reader.index: self._probe_memory.info() for reader in readers}
+            probes = {reader.index: self._ring.probe.info() for reader in readers}
             replies = yield Round(messages=probes, probe=True)
             if replies.failed:
                 return
@@ -249,25 +272,9 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
 
         Raises ConfigError for an index outside of the ring.
         """
-        if reader >= MAX_READERS:
+        if reader >= self._shape.num_readers:
             raise ConfigError(f"one sender has at most {MAX_READERS} readers; {reader} is too many")
-        self._control.offered = generation
-        return IpcInit(
-            probe=self._probe_memory.info(),
-            control=SegmentHandle(
-                name=self._control.segment.name, nbytes=self._control.segment.nbytes
-            ),
-            reader=reader,
-            num_readers=MAX_READERS,
-            entries=self._control.entries,
-            unit_nbytes=self._unit_nbytes,
-            ring=RingInfo(
-                data=self._ring.handle(),
-                num_buckets=self._control.slots,
-                bucket_nbytes=self._bucket_nbytes,
-            ),
-            storages=storage_info(self._memory, self._whole),
-        )
+        return self._ring.offer(reader, generation, storage_info(self._memory, self._whole))
 
     def begin(
         self, readers: Sequence[int], *, verify: bool, source: WeightSource | None = None
@@ -302,7 +309,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
     def end(self) -> None:
         """Drop this update's tensors, and end it for readers that still read it."""
         self._update = None
-        self._stream = None
+        self._begun = None
         self._control.epoch += 1
 
     def liveness_counter(self, reader: int) -> int:
@@ -311,10 +318,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
 
     def has_unread(self, reader: int) -> bool:
         """Whether a reader of a packed update has not released all of its chunks."""
-        stream = self._stream
-        if stream is None:
+        if self._begun is None:
             return False
-        return stream.control.released(reader) < stream.base + len(stream.layout.chunks)
+        layout, update = self._begun
+        return self._control.released(reader) < update.base + len(layout.chunks)
 
     @property
     def late_readers(self) -> list[int]:
@@ -343,7 +350,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
         """Bytes of the ring, its staging memory, the control segment and tensors not adopted."""
         copied = self._memory.copied_nbytes if self._memory is not None else 0
         staged = self._stage.nbytes if self._stage else 0
-        return self._ring.nbytes + staged + self._control.segment.nbytes + copied
+        return self._ring.buckets.nbytes + staged + self._control.segment.nbytes + copied
 
     @property
     def written_nbytes(self) -> int:
@@ -359,8 +366,8 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
         control = self._control.segment
         shared = [
             ("control", control.name, control.nbytes),
-            ("ring", self._ring.name, self._ring.nbytes),
-            ("probe", self._probe_memory.name, PROBE_NBYTES),
+            ("ring", self._ring.buckets.name, self._ring.buckets.nbytes),
+            ("probe", self._ring.probe.name, PROBE_NBYTES),
             *(("storage", name, nbytes) for name, nbytes in memory_names(self._memory)),
         ]
         readers = sorted(names.values())
@@ -386,14 +393,11 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
 
     def close(self) -> None:
         """Free everything, in reverse order. Idempotent."""
-        self._update = self._stream = self._hashers = None
+        self._update = self._begun = self._hashers = None
         self._kept.close()
 
     def _packer_of(self, manifest: Manifest) -> Packer:
-        layout = StreamLayout(
-            manifest, bucket_nbytes=self._bucket_nbytes, unit_nbytes=self._unit_nbytes
-        )
-        buckets = self._ring.tensors
+        layout, buckets = self._shape.layout(manifest), self.buckets
         return (
             StagedPacker(layout, buckets, self._stage) if self._stage else Packer(layout, buckets)
         )
@@ -408,17 +412,10 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
         chunks = len(packer.layout.chunks)
         epoch = self._writer.begin(readers, chunks)
         self.reader_progress.begin_packed(packer.layout, self._writer.base)
-        self._stream = PackedStream(
-            control=self._control,
-            buckets=self._ring.tensors,
-            layout=packer.layout,
-            epoch=epoch,
-            base=self._writer.base,
-            verify=self._verify,
-            timeout_s=self._options.timeout_s,
-        )
+        update = RingUpdate(epoch=epoch, base=self._writer.base, packed=True)
+        self._begun = packer.layout, update
 
-        fits = not packer.layout.largest_cut_nbytes and self._ring.tensors[0].device.type == "cpu"
+        fits = not packer.layout.largest_cut_nbytes and self.buckets[0].device.type == "cpu"
         writes = fits and not self._verify
 
         def pack(check: Check) -> None:
@@ -436,7 +433,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
             else:
                 pairs = checked(given.tensors(), packer.layout.manifest)
                 filled = packer.pack(pairs, acquire, verify=self._verify)
-            room = self._control.entries // self._control.slots
+            room = self._control.room
             with closing(filled):
                 for j, fingerprints in filled:
                     self._control.write_fingerprints(j % self._control.slots * room, fingerprints)
@@ -448,7 +445,7 @@ class IpcTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch):
             self._writer.drain(chunks, check=check, timeout_s=timeout_s)
 
         self._update = pack
-        return RingUpdate(epoch=epoch, base=self._writer.base, packed=True)
+        return update
 
     def _begin_unpacked(self, readers: list[int], stable: list[torch.Tensor] | None) -> RingUpdate:
         if self._memory is None:

@@ -588,8 +588,8 @@ class IncomingTransfer:
     def _expected_of(self, j: int, count: int) -> list[int]:
         if not self._info.verify:
             return []
-        room = self._control.entries // self._control.slots
-        return self._control.fingerprints(j % self._control.slots * room, count)
+        control = self._control
+        return control.fingerprints(j % control.slots * control.room, count)
 
     def _published_table(self) -> list[int]:
         """Wait for the sender's fingerprints of registered memory. Raises TransferTimeout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightsync.backends.base import (
     Backend,
@@ -16,6 +16,8 @@ from weightsync.backends.base import (
     Trial,
     WeightTransferEngine,
 )
+from weightsync.backends.registry import get_backend
+from weightsync.backends.ring import RingEngine
 from weightsync.weights.sources.base import WeightSource
 
 if TYPE_CHECKING:
@@ -55,13 +57,11 @@ class TcpBackend(Backend):
         options: TransferOptions,
         bases: Mapping[str, TrainerWeightTransferEngine],
     ) -> TrainerWeightTransferEngine:
-        """Return the engine that reads the ring of `bases["ipc"]`, or the source."""
+        """Return the engine that reads the ring of `ipc`, or the source."""
         # Each half is imported only where it is used.
-        from weightsync.backends.ipc.sender import IpcTrainerEngine  # noqa: PLC0415
         from weightsync.backends.tcp.trainer import TcpTrainerEngine  # noqa: PLC0415
 
-        ring = cast(IpcTrainerEngine, bases["ipc"])
-        return TcpTrainerEngine(source, ring, options, self.make_carrier)
+        return TcpTrainerEngine(source, RingEngine.of(bases), options, self.make_carrier)
 
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
         """Return the engine that feeds its host, or reads the ring of a receiver that does."""
@@ -69,7 +69,8 @@ class TcpBackend(Backend):
             TcpWeightTransferEngine,
         )
 
-        return TcpWeightTransferEngine(device_keys, self.make_carrier)
+        reads_ring = get_backend("ipc").receiver_engine(device_keys)
+        return TcpWeightTransferEngine(reads_ring, self.make_carrier)
 
     def make_carrier(self) -> Carrier:
         """Return the carrier of one engine, which moves the bytes of chunks."""

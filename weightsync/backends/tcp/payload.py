@@ -69,6 +69,10 @@ class HostRing(ReplyMessage, frozen=True, kw_only=True):
     peer: Peer
     generation: Size
 
+    def offer(self, reader: int, shape: RingShape) -> IpcInit:
+        """Return the init payload of another reader of this ring."""
+        return shape.offer(reader, self.control, self.data, self.probe)
+
 
 class RelayedUpdate(RingUpdate, frozen=True, kw_only=True):
     """A packed update, and what a member needs for it.

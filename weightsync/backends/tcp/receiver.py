@@ -8,26 +8,23 @@ ordinary ring.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import ClassVar
 
-import torch
 from msgspec.structs import replace
 
 from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
-from weightsync.backends.ipc.receiver import IpcWeightTransferEngine
-from weightsync.backends.ring import Buckets, IpcInit, ProbeMemory, RingShape
+from weightsync.backends.ring import Ring, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
 from weightsync.backends.tcp.payload import HostRing, Membership, Peer, RelayedUpdate, TcpInit
 from weightsync.backends.tcp.relay import HostRelay, RelayUpdate
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
-from weightsync.weights.copying.layout import StreamLayout
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
-from weightsync.wire.offers import InitInfo, RingInfo, SegmentHandle
+from weightsync.wire.offers import InitInfo
 
 MEMBER_READER = 0
 _WAIT_S = 0.05
@@ -37,15 +34,16 @@ class TcpWeightTransferEngine(WeightTransferEngine):
     """Receives a sender's chunks over the network for a whole host, and reads them as reader 0.
 
     On a host with several receivers the others only read the ring that this engine fills.
+    `reads_ring` is an engine of the backend `ipc`, which does that.
     """
 
     exclusive: ClassVar[bool] = True  # /dev/shm may have no room for two rings
 
     def __init__(
-        self, device_keys: Sequence[str], make_carrier: Callable[[], Carrier] = InStream
+        self, reads_ring: WeightTransferEngine, make_carrier: Callable[[], Carrier] = InStream
     ) -> None:
         self._make_carrier = make_carrier
-        self._inner = IpcWeightTransferEngine(device_keys, relayed=True)
+        self._inner = reads_ring
         self._kept = ExitStack()
         self._membership: Membership | None = None
         self._ring: HostRing | None = None
@@ -154,47 +152,25 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         self._control = None
 
     def _open(self, init_info: InitInfo, membership: Membership) -> None:
-        shape = membership.shape
-        control = Control.create(
-            slots=shape.num_buckets, readers=shape.num_readers, entries=shape.entries
-        )
-        self._kept.callback(control.close)
-        control.offered = init_info.generation
-        ring = Buckets(shape.num_buckets, shape.bucket_nbytes, torch.device("cpu"))
+        ring = Ring(membership.shape)
         self._kept.callback(ring.close)
-        probe = ProbeMemory()
-        self._kept.callback(probe.close)
         carrier = self._make_carrier()
         self._kept.callback(carrier.close)
-        carrier.register(ring.tensors)
-        relay = self._relay = HostRelay(membership, control, ring.tensors, carrier)
+        buckets = ring.buckets.tensors
+        carrier.register(buckets)
+        relay = self._relay = HostRelay(membership, ring.control, buckets, carrier)
+        own = ring.offer(MEMBER_READER, init_info.generation)
         self._ring = HostRing(
-            control=SegmentHandle(name=control.segment.name, nbytes=control.segment.nbytes),
-            data=ring.handle(),
-            probe=probe.info(),
+            control=own.control,
+            data=own.ring.data,
+            probe=own.probe,
             peer=Peer(name="", place=membership.place, address=relay.address, port=relay.port),
             generation=init_info.generation,
         )
-        self._control = control
-        own = init_of(self._ring, shape, MEMBER_READER)
+        self._control = ring.control
         self._inner.init_transfer_engine(replace(init_info, payload=own))
-        self._whole_sizes = _chunk_sizes(manifest_from_wire(init_info.manifest), shape)
+        self._whole_sizes = _chunk_sizes(manifest_from_wire(init_info.manifest), ring.shape)
         self._membership = membership
-
-
-def init_of(ring: HostRing, shape: RingShape, reader: int) -> IpcInit:
-    """Return the init payload of reader `reader` of a host's ring."""
-    return IpcInit(
-        probe=ring.probe,
-        control=ring.control,
-        reader=reader,
-        num_readers=shape.num_readers,
-        entries=shape.entries,
-        unit_nbytes=shape.unit_nbytes,
-        ring=RingInfo(
-            data=ring.data, num_buckets=shape.num_buckets, bucket_nbytes=shape.bucket_nbytes
-        ),
-    )
 
 
 def _relay_update(
@@ -215,7 +191,4 @@ def _relay_update(
 
 def _chunk_sizes(manifest: Manifest, shape: RingShape) -> list[int]:
     """Return the bytes of each chunk, in the layout of this sender."""
-    layout = StreamLayout(
-        manifest, bucket_nbytes=shape.bucket_nbytes, unit_nbytes=shape.unit_nbytes
-    )
-    return [chunk.stop - chunk.start for chunk in layout.chunks]
+    return [chunk.stop - chunk.start for chunk in shape.layout(manifest).chunks]

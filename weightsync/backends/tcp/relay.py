@@ -105,7 +105,6 @@ class HostRelay:
         self._buckets = [bucket.numpy().data for bucket in buckets]
         self._kept = list(buckets)
         self._zeros = memoryview(bytes(buckets[0].numel()))
-        self._room = control.entries // control.slots
         self._changed = threading.Condition()
         self._submitted: RelayUpdate | None = None
         self._lost_readers: set[tuple[int, int]] = set()
@@ -342,7 +341,7 @@ class HostRelay:
         rest = update.sizes[chunk] - frame.nbytes
         if rest:  # zeros at the end of a chunk are not sent
             self._buckets[slot][frame.nbytes : frame.nbytes + rest] = self._zeros[:rest]
-        self._control.write_fingerprints(slot * self._room, fingerprints)
+        self._control.write_fingerprints(slot * self._control.room, fingerprints)
         self._writer.publish(chunk)
         self.window.offer(chunk, data, fingerprints)
         self._progress = time.monotonic()
@@ -371,7 +370,7 @@ class HostRelay:
             min(frame.nbytes, update.sizes[chunk]),
             frame.num_fingerprints,
         )
-        if frame != expected or frame.num_fingerprints > self._room:
+        if frame != expected or frame.num_fingerprints > self._control.room:
             raise ProtocolError(f"it sends {frame}, where {expected} comes next")
 
     def _check_wanted(self, update: RelayUpdate) -> None:

@@ -30,10 +30,8 @@ from weightsync.backends.base import (
     TransferProgress,
     decode_payload,
 )
-from weightsync.backends.ipc.sender import RELAY_READER, IpcTrainerEngine
-from weightsync.backends.ring import IpcInit, RingShape
+from weightsync.backends.ring import RingEngine, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
-from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.payload import (
     SECRET_NBYTES,
     HostRing,
@@ -42,10 +40,10 @@ from weightsync.backends.tcp.payload import (
     RelayedUpdate,
     TcpInit,
 )
-from weightsync.backends.tcp.receiver import MEMBER_READER, init_of
+from weightsync.backends.tcp.receiver import MEMBER_READER
 from weightsync.backends.tcp.relay import hold_of, patience_of
 from weightsync.backends.tcp.server import ChunkServer
-from weightsync.backends.tcp.uplink import Uplink
+from weightsync.backends.tcp.uplink import LentChunks, Uplink, why_packed
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConnectError, TransferError
@@ -114,7 +112,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
     def __init__(
         self,
         source: WeightSource,
-        ring: IpcTrainerEngine,
+        ring: RingEngine,
         options: TransferOptions,
         make_carrier: Callable[[], Carrier] = InStream,
     ) -> None:
@@ -124,6 +122,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         self._lent: LentChunks | None = None
         self._lent_table: list[int] | None = None
         self._ring = ring
+        self._relay_reader = ring.add_relay()
         self._timeout_s = options.timeout_s
         self._secret = secrets.token_bytes(SECRET_NBYTES)
         self._hosts: list[_Host] = []
@@ -151,7 +150,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
             at = joining.get(on_host[0].target)
             if at in self._hosts and all(joining.get(r.target) is at for r in on_host):
                 fed[key] = at
-        shape = ring_shape(self._ring.offer(RELAY_READER, generation))
+        shape = self._ring.shape
         members = {key: on_host[0] for key, on_host in by_host.items() if key not in fed}
         if members:
             senders = {key: self._listen(member, shape) for key, member in members.items()}
@@ -172,7 +171,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         self._close_unused_ports()
         others = {
             reader.index: TcpInit(
-                ring=init_of(fed[key].ring, shape, place), generation=fed[key].ring.generation
+                ring=fed[key].ring.offer(place, shape), generation=fed[key].ring.generation
             )
             for key, on_host in by_host.items()
             for reader in on_host
@@ -185,7 +184,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
 
     def base_readers(self, readers: Sequence[int]) -> list[int]:
         """Return the one reader index that serves all other hosts."""
-        return [RELAY_READER] if readers else []
+        return [self._relay_reader] if readers else []
 
     def begin(
         self, readers: Sequence[int], *, verify: bool, source: WeightSource
@@ -203,7 +202,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         for host in taking:
             by_network.setdefault(host.sender.address, []).append(host)
         chains = [[host.peer.place for host in chain] for chain in by_network.values()]
-        stream = self._ring.stream
+        stream = self._ring.stream(self._relay_reader)
         updates: dict[int, RelayedUpdate] = {}
         plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True)
         for chain in by_network.values():
@@ -217,7 +216,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
                     followers=[after.peer.place for after in chain[i + 1 :]],
                 )
         lent = self._lent_chunks(source, verify=verify)
-        self._uplink = Uplink(self._ring, RELAY_READER, window, chains, source, lent)
+        self._uplink = Uplink(stream, window, chains, source, lent)
         self._lent_table = self._uplink.table if lent is not None and verify else None
         return updates
 
@@ -291,7 +290,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
             found += joining
             if at is None:
                 continue
-            if at.used + len(joining) <= RELAY_READER:
+            if at.used + len(joining) <= self._ring.shape.num_readers:
                 self._joining.update((host.names[index], at) for index in joining)
             else:
                 found += [i for i in at.on_ring if i in readers and i not in found]
@@ -329,7 +328,7 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
 
     def progress(self) -> TransferProgress:
         """Return the progress of the first host."""
-        return _UplinkProgress(self._ring)
+        return _UplinkProgress(self._ring.progress(), self._relay_reader)
 
     def close(self) -> None:
         """Close the port and all connections."""
@@ -387,23 +386,12 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
 class _UplinkProgress:
     """The progress of the one reader of the ring, for all readers."""
 
-    def __init__(self, ring: IpcTrainerEngine) -> None:
-        self._own = ring.reader_progress
+    def __init__(self, ring: TransferProgress, reader: int) -> None:
+        self._own, self._reader = ring, reader
         self.layout = self._own.layout
 
     def taken_nbytes(self, reader: int) -> int:
-        return self._own.taken_nbytes(RELAY_READER)
-
-
-def ring_shape(ring: IpcInit) -> RingShape:
-    """Return the shape of a member's ring: the sender's own."""
-    return RingShape(
-        num_readers=ring.num_readers,
-        entries=ring.entries,
-        unit_nbytes=ring.unit_nbytes,
-        num_buckets=ring.ring.num_buckets,
-        bucket_nbytes=ring.ring.bucket_nbytes,
-    )
+        return self._own.taken_nbytes(self._reader)
 
 
 def address_for(reader: Reader) -> str:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from weightsync.backends.base import Check
-from weightsync.backends.ipc.sender import IpcTrainerEngine
-from weightsync.backends.tcp.lent import LentChunks
-from weightsync.backends.tcp.window import ChunkWindow, Read
-from weightsync.errors import BackendUnavailableError, TransferError, WeightSyncError
-from weightsync.runtime.interpreter_exit import TorchCalls, end_at_exit
-from weightsync.shm.ring import RingReader
-from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
+from weightsync.backends.ring import Relay, RingStream
+from weightsync.backends.tcp.window import ChunkWindow, Data, Pieces, Read
+from weightsync.errors import BackendUnavailableError
+from weightsync.runtime.interpreter_exit import TorchCalls
+from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
+from weightsync.weights.copying.copy_plan import Memory, UnitCompiler
+from weightsync.weights.copying.fused import hashers
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.sources.base import WeightSource
 
-_WAIT_S = 0.05
 _LOOK_NBYTES = 64 << 10
 
 
-class _Stopped(TransferError):
-    """The update was aborted by its sender."""
-
-
-class Uplink:
-    """One update: reads the ring as `reader`, in a thread, and fills `window` for the `chains`.
+class Uplink(Relay):
+    """One update: reads a ring and fills `window` for the `chains`, in a thread.
 
     Chunks that left the window are read again from the source, where its tensors stay: so a host
     whose source died may ask for any chunk, until the update ends. With `lent` the hosts read these
@@ -38,124 +33,121 @@ class Uplink:
 
     def __init__(
         self,
-        engine: IpcTrainerEngine,
-        reader: int,
+        stream: RingStream,
         window: ChunkWindow,
         chains: Sequence[Sequence[int]],
         source: WeightSource,
         lent: LentChunks | None = None,
     ) -> None:
-        stream = engine.stream
         self.table: list[int] = []
         self._lent = lent
         self._calls = TorchCalls()
         if lent is not None:
-            engine.exclude(reader)
-        elif (device := stream.buckets[0].device).type != "cpu":
+            stream.leave()
+        elif stream.device.type != "cpu":
             raise BackendUnavailableError(
-                f"the path tcp sends from host memory, and this ring is on {device}; take path "
-                "shared_memory, which stages through the host"
+                f"the path tcp sends from host memory, and this ring is on {stream.device}; take "
+                "path shared_memory, which stages through the host"
             )
-        self.error: WeightSyncError | None = None
         self._stream = stream
         self._window = window
-        self._chunks = stream.layout.chunks
-        self._place = reader
-        self._reader = RingReader(
-            stream.control, reader, epoch=stream.epoch, base=stream.base, spin_s=0.0
-        )
-        engine.never_spin()
-        self._stop = threading.Event()
-        self._ended = threading.Event()
         again: Read | None = None
         if lent is not None:
             again = lent.chunk
         elif (stable := source.stable_tensors()) is not None:
             again = reread(stream.layout, stable)
-        window.begin(stream.epoch, len(self._chunks), chains, again)
-        self._thread = threading.Thread(target=self._run, name="weightsync-uplink", daemon=True)
-        self._thread.start()
-        end_at_exit(self)
-
-    def check(self) -> None:
-        """Raise the error of this update, if it has failed."""
-        if self.error is not None:
-            raise self.error
-
-    def finish(self, check: Check) -> None:
-        """Wait until the hosts that read here have every chunk."""
-        while not self._ended.wait(_WAIT_S):
-            check()
-        self.check()
+        window.begin(stream.epoch, len(stream.layout.chunks), chains, again)
+        super().__init__(self._offer_all, name="weightsync-uplink")
 
     def stop(self) -> None:
         """Abort the update, unless it is complete, and let go of its memory. Idempotent."""
-        if not self._ended.is_set():
+        if not self.has_ended:
             self._window.abort()
-        self._stop.set()
-        self._thread.join()
+        super().stop()
         self._window.release()
 
-    def end(self, timeout_s: float) -> None:
-        """Have the thread end, and wait at most `timeout_s` for it. Idempotent."""
-        self._stop.set()
-        self._thread.join(timeout_s)
+    def _offer_all(self, check: Check) -> None:
+        stream, window = self._stream, self._window
+        chunks = len(stream.layout.chunks)
 
-    def _run(self) -> None:
+        def check_and_beat() -> None:
+            check()
+            # The ring waits for this reader as long as there are hosts that live, however slow.
+            stream.beat()
+
         try:
-            if self._lent is not None:
-                self._lend_all(self._lent)
-            else:
-                self._read_all()
-        except WeightSyncError as exc:
-            self._window.abort()
-            self.error = exc
-        except Exception as exc:  # noqa: BLE001 # the caller that waits must get any error
-            self._window.abort()
-            self.error = TransferError(f"the chunks of this update could not be read: {exc!r}")
-        finally:
-            self._ended.set()
+            for j in range(chunks):
+                check_and_beat()
+                window.make_room(j, check_and_beat)
+                if j >= window.slots:
+                    stream.release(j - window.slots)
+                window.offer(j, *self._chunk(j, check_and_beat))
+            window.complete(check_and_beat)
+            if chunks:
+                stream.release(chunks - 1)
+        except BaseException:
+            window.abort()
+            raise
 
-    def _read_all(self) -> None:
-        stream, window = self._stream, self._window
-        room = stream.control.entries // stream.control.slots
-        for j, chunk in enumerate(self._chunks):
-            window.make_room(j, self._check)
-            if j >= window.slots:
-                self._reader.release(j - window.slots)
-            bucket = self._reader.wait(j, check=self._check, timeout_s=stream.timeout_s)
-            count = chunk.last_unit - chunk.first_unit if stream.verify else 0
-            fingerprints = stream.control.fingerprints(bucket * room, count)
-            data = stream.buckets[bucket][: chunk.stop - chunk.start]
-            window.offer(j, without_zeros(data.numpy()).data, fingerprints)
-        window.complete(self._check)
-        if self._chunks:
-            self._reader.release(len(self._chunks) - 1)
+    def _chunk(self, j: int, check: Check) -> tuple[Data, list[int]]:
+        """Return the bytes of chunk `j`, or where they lie, and the fingerprints of its units."""
+        if self._lent is None:
+            data, fingerprints = self._stream.read(j, check)
+            return without_zeros(data.numpy()).data, fingerprints
+        fingerprints = []
+        if self._stream.verify:
+            with self._calls.inside():
+                fingerprints = self._lent.fingerprints(j)
+            self.table += fingerprints
+        return self._lent.chunk(j), fingerprints
 
-    def _lend_all(self, lent: LentChunks) -> None:
-        stream, window = self._stream, self._window
 
-        def taken(chunks: int) -> None:  # for those who observe
-            stream.control.release(self._place, stream.base + max(chunks, 0))
+class LentChunks:
+    """The chunks of `layout` in the memory of `tensors`, for which `why_packed` has no reason."""
 
-        for j in range(len(self._chunks)):
-            self._check()
-            window.make_room(j, self._check)
-            taken(j - window.slots + 1)
-            fingerprints: list[int] = []
-            if stream.verify:
-                with self._calls.inside():
-                    fingerprints = lent.fingerprints(j)
-                self.table += fingerprints
-            window.offer(j, lent.chunk(j), fingerprints)
-        window.complete(self._check)
-        taken(len(self._chunks))
+    def __init__(self, layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
+        self._flat = [as_bytes(tensor) for tensor in tensors]  # their memory is not used again
+        self._addresses = [flat.data_ptr() for flat in self._flat]
+        self.is_on_gpu = bool(self._flat) and self._flat[0].device.type == "cuda"
+        self._chunks = [self._pieces(chunk.start, chunk.stop) for chunk in layout.chunks]
 
-    def _check(self) -> None:
-        if self._stop.is_set():
-            raise _Stopped("the update was aborted by its sender")
-        # The ring waits for this reader as long as there are hosts that live, however slow.
-        self._stream.control.beat_reader(self._place)
+    @cached_property
+    def _hashers(self) -> list[Callable[[], int]]:
+        memory = Memory(self._flat)
+        compiler = UnitCompiler(self.layout, memory, memory)
+        return hashers([compiler.compile(unit) for unit in self.layout.units])
+
+    def lie_in(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the source's tensors still lie in this memory, and in the same way."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return addresses == self._addresses and not why_packed(self.layout, tensors)
+
+    def chunk(self, j: int) -> Pieces:
+        """Return where chunk `j` lies."""
+        return self._chunks[j]
+
+    def fingerprints(self, j: int) -> list[int]:
+        """Read chunk `j`; return the fingerprints of its copy units. In order of the chunks."""
+        chunk = self.layout.chunks[j]
+        return [hasher() for hasher in self._hashers[chunk.first_unit : chunk.last_unit]]
+
+    def _pieces(self, start: int, stop: int) -> Pieces:
+        places = [
+            (part.start - start, self._addresses[part.index] + part.begin, part.nbytes)
+            for part in self.layout.slices(start, stop)
+        ]
+        return Pieces(places, self._flat[0].device.index if self.is_on_gpu else None)
+
+
+def why_packed(layout: StreamLayout, tensors: Sequence[torch.Tensor]) -> str:
+    """Return why the bytes of tensors cannot be sent as they lie; an empty string if they can."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "they lie on several devices"
+    for spec, tensor in zip(layout.manifest.specs, tensors, strict=True):
+        if not is_plain(tensor, spec) or tensor.shape != spec.shape:
+            return f"{spec.name} is stored otherwise than it is sent (a cast, strides)"
+    return ""
 
 
 def without_zeros(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
