@@ -213,6 +213,19 @@ def send_part(rank: int, fault: str = "") -> Seen:
     return seen(send)
 
 
+def send_nan(rank: int, at: int) -> Seen:
+    """A partial update of a shard of each rank; that of rank `at` holds NaN."""
+    weight = kept().model.layers[0].up.weight.detach().clone()  # type: ignore[union-attr,index]
+    if rank == at:
+        weight.to_local().fill_(torch.nan)
+
+    def send() -> None:
+        with kept().sender.update(partial=True) as update:
+            update.send([("layers.0.up.weight", weight)])
+
+    return seen(send)
+
+
 def exchange_memory_and_send(rank: int, at: int) -> tuple[Seen, Digests]:
     """Send after two parameters of rank `at` have exchanged their memory, and not their values."""
     if rank == at:

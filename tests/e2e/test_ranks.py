@@ -151,6 +151,19 @@ def test_parts_that_ranks_do_not_share(
     check_sent(ranks.run(work.step_and_send), to, 2)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_part_with_nan_in_the_shard_of_one_rank(ranks: Crew, host: Host, at: int) -> None:
+    """Rank 0 looks alone, at the whole tensor: the others have gathered it with rank 0."""
+    to = receivers(host, 1)
+    start(ranks, to, check_finite="raise")
+    _, full = ranks.run(work.step_and_send)[0]
+    outcomes = ranks.run(work.send_nan, at)
+    check_alike(outcomes, "VerificationError", "layers.0.up.weight", "NaN")
+    assert to[0].digests() == full
+    assert to[0].reading() == 1
+    check_sent(ranks.run(work.step_and_send), to, 2)
+
+
 PLACES = {
     "before the model": 0,
     "at a group's second": 2,

@@ -268,9 +268,11 @@ class PairsUpdate(UpdateSource):
     def open(self) -> WeightSource:
         """Watch these tensors, and return them gathered."""
         self._model.watch(self._pairs, reads=self.is_read)
+        # All ranks gather before one looks: that may raise, and a rank has a shard alone.
+        gathered = [(name, gather(tensor)) for name, tensor in self._pairs]
         if self.is_read:
-            self._model.look(self._pairs)
-        return Subset([(name, gather(tensor)) for name, tensor in self._pairs])
+            self._model.look(gathered)
+        return Subset(gathered)
 
     def accompany(self) -> None:
         """Do nothing: they were looked at before."""
