@@ -224,7 +224,7 @@ class Server(HttpTransport):
         body = msgspec.json.encode(request)
         status, answer = self._exchange("generate", body, REQUEST_TIMEOUT_S)
         if status != 200:
-            self._refuse("generate", status, answer)
+            raise self._error("generate", status, answer)
         return decode_response(answer).completions
 
     def checksums(self) -> dict[str, str]:
