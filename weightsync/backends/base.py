@@ -450,10 +450,6 @@ class ReaderWatch:
         """The readers that made the last transfer time out. Read on rank 0 only."""
         return []
 
-    def readers_at_fault(self, error: BaseException) -> list[int]:
-        """Return the readers that caused an error of a transfer. Called on rank 0 only."""
-        return []
-
     def progress(self) -> TransferProgress | None:
         """Return the progress of the running update, for observers; None if there is none."""
         return None

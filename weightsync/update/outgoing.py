@@ -529,16 +529,10 @@ class UpdateTransaction:
     def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
         """Abort after a failed transfer, and wait until no receiver reads any more.
 
-        The members that failed before are to blame. Where there are none, these are the members
-        that the engines name, or those that kept the sender waiting.
+        The members that failed before are to blame, else those that kept the sender waiting.
         """
         engines = self._group.worker.engines
         blamed: list[Member] = []
-        if not self.failed:
-            at_fault = {
-                name: part(e, ReaderWatch).readers_at_fault(why) for name, e in engines.items()
-            }
-            blamed = _readers_of_rank_0(begun, at_fault)
         if self._first_failed is not None and not (self.failed or blamed):
             blamed = [self._first_failed]
         if not (self.failed or blamed):

@@ -723,7 +723,7 @@ class ReceiverSession:
             mark_dirty=mark_dirty,
             check=self._check_not_aborted,
             verification=self.sink.verification,
-            lends_views=not getattr(self.sink, "keeps_views", False),
+            lends_views=not self.sink.keeps_views,
             ties=self.sink.ties,
         )
 

@@ -224,13 +224,14 @@ class WeightSink(ABC):
     the strongest level that its updates reach: `held` where what was written is read back, else
     `arrived`. weightsync.report.COMPARED has the meaning of both.
     `casts` accepts floating-point tensors of another dtype than declared. `fetchable` False: other
-    receivers may not fetch the weights in use.
+    receivers may not fetch the weights in use. `keeps_views`: it keeps tensors that it is given.
     """
 
     manifest: Manifest | None = None
     verification: Verification = "arrived"
     casts: bool = False
     fetchable: bool = True
+    keeps_views: bool = False
 
     @property
     @abstractmethod
