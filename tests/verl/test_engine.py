@@ -216,6 +216,34 @@ def test_a_step_after_one_that_nobody_took(engines: Engines) -> None:
     assert taken.result(TIMEOUT_S) == wanted(1)
 
 
+def test_a_step_waits_for_one_that_failed_elsewhere_first(engines: Engines) -> None:
+    """verl raises a worker's error at once, and the next step may come before this call ends."""
+    begun, go = threading.Event(), threading.Event()
+
+    def waits() -> Iterator[tuple[str, torch.Tensor]]:
+        begun.set()
+        assert go.wait(FAR_S)
+        yield from weights(2, fails_at=0)
+
+    async def both() -> None:
+        failing = asyncio.create_task(engines.trainer.send_weights(waits(), global_steps=2))
+        assert await asyncio.to_thread(begun.wait, FAR_S)
+        following = asyncio.create_task(engines.trainer.send_weights(weights(3), global_steps=3))
+        await asyncio.sleep(0.1)
+        assert not following.done()
+        go.set()
+        with pytest.raises(Exception, match="planted"):
+            await failing
+        await following
+
+    taken = engines.receive(keep, 1)
+    engines.send(weights(1), 1)
+    assert taken.result(TIMEOUT_S) == wanted(1)
+    taken = engines.receive(keep, 3)
+    asyncio.run(both())
+    assert taken.result(TIMEOUT_S) == wanted(3)
+
+
 def test_an_iterator_that_is_closed_late_ends_itself_alone(engines: Engines) -> None:
     held: list[Any] = []
 

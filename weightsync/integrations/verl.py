@@ -94,6 +94,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         self._targets: Sequence[Endpoint] = ()
         self._sender: WeightSender | None = None
         self._source: GeneratedSource | None = None
+        self._step = asyncio.Lock()
 
     def prepare(self) -> Endpoint:
         """Return the endpoint of this process's receiver; empty on a rank of the trainer.
@@ -146,20 +147,22 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         """
         stop = threading.Event()
         given, label = taken_as_here(weights, stop), label_of(global_steps)
-        source = self._source
-        if source is None:
-            self.report = await in_thread(lambda: self._send_first(given, label), stop)
+        # verl raises the first error of a step, and a worker's may come before this call has ended.
+        async with self._step:
+            source = self._source
+            if source is None:
+                self.report = await in_thread(lambda: self._send_first(given, label), stop)
+                return self.report.metrics()
+            if self._sender is None:
+                self._sender = await in_thread(lambda: self._connect(source), stop)
+            source.given = given
+            try:
+                self.report = await self._sender.asend_weights(label=label)
+            except ManifestMismatchError:
+                self._source = None  # the next step finds out what there is to send
+                await in_thread(self.close, stop)
+                raise
             return self.report.metrics()
-        if self._sender is None:
-            self._sender = await in_thread(lambda: self._connect(source), stop)
-        source.given = given
-        try:
-            self.report = await self._sender.asend_weights(label=label)
-        except ManifestMismatchError:
-            self._source = None  # the next step finds out what there is to send
-            await in_thread(self.close, stop)
-            raise
-        return self.report.metrics()
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
         """Yield the tensors of the next update, verified, each valid until the next is asked for.
