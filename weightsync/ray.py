@@ -100,21 +100,6 @@ class WeightSyncActor:
     weightsync_receiver: WeightReceiver
     _weightsync_grouped: ClassVar[bool] = False
 
-    init_weight_transfer_engine = _verb("init_weight_transfer_engine")
-    shutdown_weight_transfer_engine = _verb("shutdown_weight_transfer_engine")
-    start_weight_update = _verb("start_weight_update")
-    update_weights = _verb("update_weights")
-    prepare_weight_update = _verb("prepare_weight_update")
-    finish_weight_update = _verb("finish_weight_update")
-    abort_weight_update = _verb("abort_weight_update")
-    update_weight_version = _verb("update_weight_version")
-    weight_checker = _verb("weight_checker")
-    weight_info = _verb("weight_info")
-    reset_prefix_cache = _verb("reset_prefix_cache")
-    pause = _verb("pause")
-    resume = _verb("resume")
-    fetch_weights = _verb("fetch_weights")
-
     @_grouped
     def weightsync_handle(self, message: Mapping[str, object]) -> dict[str, object]:
         """Handle a plain message; return `{"reply": …}` or `{"problem": …}`. Never raises.
@@ -146,6 +131,8 @@ class WeightSyncActor:
         return receiver
 
 
+for _call in CALLS:
+    setattr(WeightSyncActor, _call, _verb(_call))
 VERBS = (*CALLS, METHOD)
 _AsyncVerbs = type("_AsyncVerbs", (), {call: _async_verb(call) for call in VERBS})
 
