@@ -68,6 +68,8 @@ class PerExpertSource(WrappingSource):
     GPT-OSS, Llama 4 and Aria are transposed, in transformers and in their checkpoints.
     """
 
+    only_moves = True
+
     def __init__(
         self,
         source: object,
@@ -160,6 +162,8 @@ class FusedExpertsSource(WrappingSource):
     a tensor, and for shapes other than `[intermediate, hidden]` of gate and up beside
     `[hidden, intermediate]` of down.
     """
+
+    only_moves = True
 
     def __init__(
         self,

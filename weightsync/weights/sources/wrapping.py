@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
 from weightsync.arguments import Dtype
 from weightsync.specs import Manifest
+from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.sources.base import (
     IterableSource,
     SourceExtras,
@@ -28,7 +29,13 @@ class WrappingSource(ABC):
     Everything else about `source` stays in effect: a change of its tensors while they are sent ends
     the update with VerificationError, and shards are gathered by all ranks as they are without the
     wrapper. For that reason `tensors` is not overridden.
+
+    `convert` is given tensors in the dtypes of the manifest of `source`, whole or gathered.
+    `only_moves` is for a subclass that splits, joins and renames tensors, and computes nothing:
+    these may come in the dtypes in which `source` has them, and are cast when they are copied.
     """
+
+    only_moves: ClassVar[bool] = False
 
     def __init__(self, source: object, *, dtype: Dtype | None = None) -> None:
         self.source: WeightSource = as_source(source, dtype=dtype)
@@ -65,6 +72,8 @@ class WrappingSource(ABC):
         self, pairs: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what `convert` makes of `pairs`, and read these to their end."""
+        if not self.only_moves:
+            pairs = _in_dtypes(pairs, self.source.manifest)
         yield from self.convert(pairs)
         for _ in pairs:  # a source checks for changes, and ranks agree, at the end
             pass
@@ -106,6 +115,14 @@ class WrappingSource(ABC):
     def device_types(self) -> AbstractSet[str]:
         """The types of the devices on which `source` makes its tensors."""
         return SourceExtras(self.source).device_types
+
+
+def _in_dtypes(
+    pairs: Iterator[tuple[str, torch.Tensor]], manifest: Manifest
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the pairs cast to the manifest's dtypes, as shards are before they are gathered."""
+    for (name, tensor), spec in zip(pairs, manifest.specs, strict=True):
+        yield name, tensor.to(TORCH_DTYPES[spec.dtype])
 
 
 def innermost(source: WeightSource) -> WeightSource:
