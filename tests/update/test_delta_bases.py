@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard
 
 import weightsync as ws
 from tests.update.test_deltas import Model, change, equal, sent
+from tests.update.test_deltas import broken_numba as broken_numba  # noqa: PLC0414  # a fixture
+from tests.update.test_deltas import compiled as compiled  # noqa: PLC0414  # a fixture
 from tests.weights.meshes import member, shard
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import ModuleSource
@@ -171,3 +173,33 @@ def test_one_that_fetched_its_weights() -> None:
         assert "they are not the same" in report.delta.reason
         assert equal(trainer, first)
         assert equal(trainer, second)
+
+
+@every_kind
+@packed_or_not
+@pytest.mark.usefixtures("broken_numba")
+def test_every_kind_takes_whole_models_where_numba_turns_out_not_to_compile(
+    kind: str, packed: bool | None
+) -> None:
+    """The sender's numba compiles: it says of each update that a delta follows."""
+    make, settings = KINDS[kind]
+    trainer = Model()
+    with make(Model(1), **settings) as (receiver, held):
+
+        def handle(message: Mapping[str, Any]) -> Mapping[str, object]:
+            body = message["body"]
+            if message["call"] == "update_weights":
+                body = {**body, "update_info": {**body["update_info"], "delta_follows": True}}
+            elif message["call"] == "finish_weight_update":
+                body = {**body, "delta_follows": True}
+            reply: dict[str, object] = receiver.handle({**message, "body": body})
+            assert not reply.get("delta_base")
+            return reply
+
+        with ws.connect(trainer, to=handle, delta="off", packed=packed) as sender:
+            for step in range(3):
+                change(trainer, step)
+                sender.send_weights()
+                for name, tensor in trainer.state_dict().items():
+                    assert torch.equal(held()[name].to(tensor.dtype), tensor)
+            assert receiver.status().delta_forms == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,13 +18,13 @@ import weightsync as ws
 from weightsync.backends.ipc import backend as ipc
 from weightsync.errors import install_hint
 from weightsync.tensors import as_bytes
-from weightsync.update import deltas
+from weightsync.update import deltas, incoming
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.deltas import change_log as delta
 from weightsync.weights.deltas import coding as delta_coding
 from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource
 from weightsync.weights.lines import memory as lines
-from weightsync.weights.lines import shard_lines, spot_check
+from weightsync.weights.lines import spot_check
 
 Call = Callable[[Mapping[str, object]], dict[str, object]]
 
@@ -60,7 +61,15 @@ def equal(sent: nn.Module, held: nn.Module) -> bool:
 
 
 @pytest.fixture
-def no_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiled() -> None:
+    """No thread of a test before compiles: numba would keep what it compiles without its module."""
+    for thread in threading.enumerate():
+        if thread.name in {"weightsync-compile", "weightsync-catch-up"}:
+            thread.join(300)
+
+
+@pytest.fixture
+def no_numba(compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process has no numba."""
     monkeypatch.setitem(sys.modules, "numba", None)
     lines._compiled.cache_clear()
@@ -70,7 +79,7 @@ def no_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def broken_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def broken_numba(compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Numba is installed, and the loops do not compile, which their first use shows."""
     module = "weightsync.weights.lines.numba_kernels"
     monkeypatch.setitem(sys.modules, module, None)
@@ -133,10 +142,22 @@ def test_deltas_that_are_asked_for_without_numba_are_refused_at_once() -> None:
             assert not sent(report)
 
 
-def test_a_receiver_without_numba_gets_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_lines, "may_have_kernels", lambda: False)  # asked by receivers only
+class Always(ws.ModuleSink):
+    """A sink whose load targets take deltas, as far as they know themselves."""
+
+    def open_target(self, layout: Any, apply: Any) -> Any:
+        target = super().open_target(layout, apply)
+        target.takes_deltas = True
+        return target
+
+
+@pytest.mark.parametrize("sink", [ws.ModuleSink, Always])
+def test_a_receiver_without_numba_gets_whole_models(
+    sink: type[ws.ModuleSink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "may_have_kernels", lambda: False)  # asked by receivers only
     trainer, server = Model(), Model(1)
-    with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+    with ws.connect(trainer, to=ws.WeightReceiver(sink(server)), delta="always") as sender:
         for step in range(3):
             change(trainer, step)
             report = sender.send_weights()

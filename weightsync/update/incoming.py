@@ -32,7 +32,7 @@ from weightsync.weights.copying.fingerprint import table_digest
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.deltas.change_log import DeltaTarget
 from weightsync.weights.deltas.coding import zstd
-from weightsync.weights.lines.memory import LineMemory
+from weightsync.weights.lines.memory import LineMemory, may_have_kernels
 from weightsync.weights.lines.spot_check import Look, SpotCheck, TensorPlaces
 from weightsync.weights.sinks.base import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.tensor_kinds import check_agreement
@@ -278,11 +278,16 @@ class LoadTargets:
     @property
     def delta_forms(self) -> list[DeltaForm]:
         """The forms of deltas that the load target of the whole model takes."""
-        if self._whole is None or not self._whole[1].takes_deltas:
+        if not self._takes_deltas:
             return []
         if self._holds_shards:
             return ["shards"]
         return ["lines", "values"] if zstd() is not None else ["lines"]
+
+    @property
+    def _takes_deltas(self) -> bool:
+        """Whether deltas of the whole model can be applied; numba may turn out to be unusable."""
+        return self._whole is not None and self._whole[1].takes_deltas and may_have_kernels()
 
     @property
     def _holds_shards(self) -> bool:
@@ -301,7 +306,7 @@ class LoadTargets:
         overwrites that.
         """
         whole, layout = self._whole, self._layout
-        if whole is None or layout is None or not whole[1].takes_deltas:
+        if whole is None or layout is None or not self._takes_deltas:
             return
         if whole[1].is_unused():
             memory = whole[1].catch_up(layout)
@@ -316,7 +321,7 @@ class LoadTargets:
         it.
         """
         whole, layout, check = self._whole, self._layout, self._checks[0]
-        found = whole is not None and whole[0] == digest and whole[1].takes_deltas
+        found = whole is not None and whole[0] == digest and self._takes_deltas
         if whole is None or layout is None or check is None or not found:
             raise DeltaError(
                 "the weights in use are kept in a form that takes no deltas, or were not those of "

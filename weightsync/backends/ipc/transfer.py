@@ -40,7 +40,7 @@ from weightsync.weights.copying.copy_plan import (
 from weightsync.weights.copying.fingerprint import xxh3
 from weightsync.weights.copying.fused import FusedUnit, bucket_reader, fuse, hashers
 from weightsync.weights.copying.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
-from weightsync.weights.lines.memory import LINE, LineMemory, total_of
+from weightsync.weights.lines.memory import LINE, LineMemory, total_of, why_no_kernels
 from weightsync.weights.sinks.base import (
     LoadTarget,
     NamedTensor,
@@ -383,7 +383,8 @@ class IncomingTransfer:
         """Load the tensors, compare the fingerprints, and return the result."""
         self._await_epoch()
         load_target = self._context.open_target(self._layout)
-        if self._info.delta_follows and load_target.takes_deltas and _has_shards(load_target):
+        adds_up = self._info.delta_follows and load_target.takes_deltas and _has_shards(load_target)
+        if adds_up and not why_no_kernels():
             self._lines_total = 0
         if self._ring_update.packed:
             self._through_ring(load_target)

@@ -16,7 +16,6 @@ from weightsync.weights.lines.memory import (
     Words,
     count_lines,
     kernels,
-    may_have_kernels,
     why_no_kernels,
 )
 
@@ -99,5 +98,5 @@ def lines_of(layout: StreamLayout, memory: Memory) -> LineMemory | None:
 
 
 def takes_lines(memory: Memory) -> bool:
-    """Whether deltas can be written to a memory of this kind."""
-    return may_have_kernels() and (memory.shares is None or memory.on_host())
+    """Whether deltas can be written to a memory of this kind, if there are compiled loops."""
+    return memory.shares is None or memory.on_host()

@@ -42,7 +42,7 @@ from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout, aligned, layer_of
 from weightsync.weights.lines.memory import LineMemory, Marks, touched
 from weightsync.weights.lines.patches import Patches, RecordingLines, SparseWeightPatch
-from weightsync.weights.lines.shard_lines import lines_of, takes_lines
+from weightsync.weights.lines.shard_lines import lines_of
 from weightsync.weights.tensor_kinds import Shared
 from weightsync.wire.messages import TensorPart
 
@@ -614,12 +614,13 @@ class _StagedHookTarget(ArenaTarget):
     A hook that changes the tensors that it is given gets no delta after that.
     """
 
+    takes_deltas = True
+
     def __init__(self, sink: HookSink, layout: StreamLayout) -> None:
         self._sink = sink
         self._layout = layout
         buffer = arena.allocate(layout.nbytes, sink.device)
         self.memory = Memory.of_stream(layout, buffer)
-        self.takes_deltas = takes_lines(self.memory)
         self._sample = _LineSample(layout, buffer)
         self.peak_extra_nbytes = sink.staged_nbytes(layout)
         self._lines: RecordingLines | None = None
