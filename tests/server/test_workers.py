@@ -21,7 +21,7 @@ from weightsync.errors import (
     UpdateConflictError,
 )
 from weightsync.receiver import WeightReceiver
-from weightsync.server.workers import Workers, merge_statuses, workers_router
+from weightsync.server.workers import Workers, merge_statuses, merge_steps, workers_router
 from weightsync.transports.http import HttpTransport
 from weightsync.weights.copying.checksums import DISAGREE
 from weightsync.wire.messages import (
@@ -348,3 +348,14 @@ def test_the_least_ready_state_is_the_servers() -> None:
         )
         assert merge_statuses(statuses).state == state
     assert not merge_statuses(statuses).may_generate
+
+
+def test_the_slowest_worker_is_seen_among_those_that_wait_for_it() -> None:
+    def reply(**seconds: float) -> StepReply:
+        return StepReply(state="READY", version=1, apply="staged", seconds=seconds)
+
+    slow, fast = reply(load=0.625, wait=0.125, swap=0.25), reply(load=0.5, wait=0.5)
+    assert merge_steps([slow, fast]).seconds == {"load": 0.625, "wait": 0.125, "swap": 0.25}
+    older = reply(load=0.25)
+    assert merge_steps([older, fast]).seconds == {"load": 0.5, "wait": 0.25}
+    assert merge_steps([older, older]).seconds == {"load": 0.25}

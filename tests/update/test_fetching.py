@@ -882,6 +882,9 @@ class TestEnds:
         assert digests(held) == digests(source.trainer)
         assert receiver.status().senders == {}
         assert receiver.shared_memory_usage() == []
+        phases = dict(report.seconds)
+        total, waited = phases.pop("total"), phases.pop("wait")
+        assert 0 < waited <= phases["load"] <= total == sum(phases.values())
 
     def test_a_module_made_in_inference_mode(self, made: Any) -> None:
         with torch.inference_mode():

@@ -109,7 +109,6 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
 
 def merge_steps(replies: Sequence[StepReply]) -> StepReply:
     """Return one reply for all workers: the least ready state, and the cost of the slowest."""
-    phases = sorted({phase for reply in replies for phase in reply.seconds})
     return StepReply(
         state=_least_ready(reply.state for reply in replies),
         version=min(reply.version for reply in replies),
@@ -119,11 +118,21 @@ def merge_steps(replies: Sequence[StepReply]) -> StepReply:
         nbytes=max(reply.nbytes for reply in replies),
         stall_s=max(reply.stall_s for reply in replies),
         peak_extra_nbytes=sum(reply.peak_extra_nbytes for reply in replies),
-        seconds={p: max(reply.seconds.get(p, 0.0) for reply in replies) for p in phases},
+        seconds=_slowest([reply.seconds for reply in replies]),
         table_digest=_common([reply.table_digest for reply in replies]),
         delta=any(reply.delta for reply in replies),
         names_nothing=any(reply.names_nothing for reply in replies),
     )
+
+
+def _slowest(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the longest time of each phase; `load` without `wait` is the longest one, too."""
+    phases = sorted({phase for each in seconds for phase in each})
+    found = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in phases}
+    if "wait" in found:
+        work = max(each.get("load", 0.0) - each.get("wait", 0.0) for each in seconds)
+        found["wait"] = found.get("load", 0.0) - work
+    return found
 
 
 def _least_ready(states: Iterable[StateName]) -> StateName:

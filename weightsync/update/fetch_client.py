@@ -340,7 +340,8 @@ class _Fetch:
 
     def _own_report(self, done: StepReply) -> SyncReport:
         """Return the report of an update that this receiver has committed."""
-        seconds = {**done.seconds, "total": sum(done.seconds.values())}
+        phases = {name: spent for name, spent in done.seconds.items() if name != "wait"}  # of load
+        seconds = {**done.seconds, "total": sum(phases.values())}
         receiver = ReceiverReport(
             target=self._target,
             path=self._path,

@@ -414,7 +414,9 @@ class IncomingTransfer:
         """
         control, epoch = self._control, self._ring_update.epoch
         if self._opened.relayed:
+            started = time.perf_counter()
             self._reader.wait_epoch(check=self._check, timeout_s=self._opened.lease_s)
+            self._waited_s += time.perf_counter() - started
         if control.epoch != epoch:
             raise TransferError(
                 f"the message has epoch {epoch}, the ring is at {control.epoch}; this update "
