@@ -270,6 +270,8 @@ def test_a_connection_is_closed_after_a_server_error() -> None:
         b'{"title":"x","status":"y"}',
         b"\xff\xfe",
         b"[" * 9999,
+        b'{"attributes":{"names":' + b"[" * 9999,
+        b'{"title":"\xe9"}',
     ],
 )
 def test_what_is_no_problem_document_is_quoted(body: bytes) -> None:

@@ -6,6 +6,7 @@ import pytest
 from tests.transports.contract import ERRORS
 from weightsync.errors import (
     ManifestMismatchError,
+    ProtocolError,
     RemoteError,
     StaleVersionError,
     WeightSyncError,
@@ -97,3 +98,10 @@ def test_attributes_of_another_type_are_dropped(
     assert type(arrived).__name__ == error
     assert str(arrived) == "d"
     assert all(getattr(arrived, name) != value for name, value in attributes.items())
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b'{"title":"\xe9"}', b"[" * 9999, b'{"error":"E"}'])
+def test_what_is_no_error_is_one_of_the_peer(body: bytes) -> None:
+    error = problem.decode_error(body, peer="worker 3")
+    assert type(error) is ProtocolError
+    assert str(error).startswith("worker 3 sent an error that cannot be read: b")

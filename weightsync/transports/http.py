@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
-import msgspec
-
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -42,7 +40,7 @@ from weightsync.transports.tokens import (
 )
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, AbortRequest, Reply, Request, StatusRequest
-from weightsync.wire.problem import Problem, error_of
+from weightsync.wire.problem import decode_problem, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -413,12 +411,12 @@ class HttpTransport(BaseTransport):
 
     def _error(self, call: str, status: int, answer: bytes) -> WeightSyncError:
         """Return the error that an answer other than the reply to `call` describes."""
-        try:
-            document = msgspec.json.decode(answer, type=Problem)
-        except msgspec.DecodeError:
-            error: WeightSyncError = self._foreign_error(call, status, answer)
-        else:
-            error = error_of(document, peer=self._target, call=call)
+        document = decode_problem(answer)
+        error: WeightSyncError = (
+            self._foreign_error(call, status, answer)
+            if document is None
+            else error_of(document, peer=self._target, call=call)
+        )
         if isinstance(error, RemoteError) and status in (401, 403):
             return AuthError(
                 f"{self._target} refused {call} with {status}; {self.auth_advice}", status=status

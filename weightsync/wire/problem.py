@@ -105,9 +105,25 @@ def encode_error(exc: BaseException) -> bytes:
     return encode_problem(to_problem(exc))
 
 
+def decode_problem(body: bytes) -> Problem | None:
+    """Return the problem document in a body, None where it is none."""
+    try:
+        return msgspec.json.decode(body, type=Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def decode_error(body: bytes, *, peer: str = "") -> WeightSyncError:
-    """Return the error that `encode_error` wrote, with the name of `peer` in front."""
-    return from_problem(msgspec.json.decode(body, type=Problem), peer=peer)
+    """Return the error that `encode_error` wrote, with the name of `peer` in front.
+
+    A ProtocolError for a body that is none.
+    """
+    document = decode_problem(body)
+    if document is None:
+        return ProtocolError(
+            f"{peer or 'another process'} sent an error that cannot be read: {body[:80]!r}"
+        )
+    return from_problem(document, peer=peer)
 
 
 def error_of(problem: Problem, *, peer: str, call: str) -> WeightSyncError:
