@@ -187,7 +187,7 @@ def test_one_line_and_a_code(
             "for '--timeout': 'soon' is no number",
         ),
         ("certify {down} --to {checkpoint}", "{down} cannot be reached: [Errno 111]"),
-        ("certify vllm+{down} --to {checkpoint}", "vllm+{down} cannot be reached: [Errno 111]"),
+        ("certify vllm+{down} --to {checkpoint}", "{down} cannot be reached: [Errno 111]"),
         ("verify {checkpoint} {url}", "is no URL: verify URL CHECKPOINT, the URL first"),
         ("push {checkpoint}", "push needs URLs of servers: push CHECKPOINT URL..."),
         ("serve --dtype bf17", "'bf17' is not one of float32, bfloat16, float16"),

@@ -131,7 +131,7 @@ def test_a_server_that_fetches_says_so_and_is_ended_by_sigterm() -> None:
                     line = server.stderr.readline()
                     assert line, said
                     said += line
-                assert f"{nobody}; each has 20 s to answer" in said
+                assert f"fetching the weights from {nobody}" in said
                 server.terminate()
                 _, rest = server.communicate(timeout=120)
             finally:

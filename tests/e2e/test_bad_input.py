@@ -261,7 +261,7 @@ def set_in(path: str, value: object) -> Callable[[Plain], None]:
 BAD_INITS: dict[str, tuple[Callable[[Plain], None], type[ws.WeightSyncError], str]] = {
     "wrong probe": (of_payload("probe.digest", "0" * 32), ws.HandleError, "probe"),
     "no such probe": (of_payload("probe.handle", {}), ws.HandleError, "offered for no key"),
-    "reader out of range": (of_payload("reader", 64), ws.HandleError, "no reader 64"),
+    "reader out of range": (of_payload("reader", 68), ws.HandleError, "no reader 68"),
     "too many buckets": (of_payload("ring.num_buckets", 900), ws.HandleError, "control segment"),
     "buckets too large": (of_payload("ring.bucket_nbytes", 1 << 30), ws.HandleError, "outside"),
     "buckets of odd size": (of_payload("ring.bucket_nbytes", 100), ws.ConfigError, "multiple"),
