@@ -88,8 +88,8 @@ def from_targets(node: ast.ImportFrom, module: str, *, is_package: bool) -> Iter
     base = absolute(node, module, is_package=is_package)
     for alias in node.names:
         # `from weightsync import errors` reads a module, `from weightsync import connect` the top.
-        names_module = base == PACKAGE and alias.name in HEIGHT
-        yield f"{PACKAGE}.{alias.name}" if names_module else base
+        name = f"{base}.{alias.name}"
+        yield name if is_ours(base) and path_of(name) is not None else base
 
 
 def named_module(node: ast.expr) -> str | None:
@@ -219,6 +219,9 @@ def test_an_import_from_a_later_room_is_found() -> None:
     found = rooms_above(source, "weightsync.weights.lines.memory")
     assert found == ["weightsync.weights.lines.memory:2 imports weightsync.weights.sinks.base"]
     assert rooms_above(source, "weightsync.weights.sources.base") == []
+    source = "from weightsync.weights import copying, sinks\n"
+    found = rooms_above(source, "weightsync.weights.lines.memory")
+    assert found == ["weightsync.weights.lines.memory:1 imports weightsync.weights.sinks"]
 
 
 BY_NAME = re.compile(
@@ -246,6 +249,7 @@ def test_an_update_knows_no_backend_and_no_kind_of_transport(path: Path) -> None
     "name",
     [
         "weightsync.backends.ring",
+        "weightsync.backends.ipc",
         "weightsync.backends.ipc.sender",
         "weightsync.transports.http",
         "http.client",
@@ -256,6 +260,9 @@ def test_an_update_knows_no_backend_and_no_kind_of_transport(path: Path) -> None
 def test_a_planted_backend_or_kind_of_transport_is_found(name: str) -> None:
     found = known_by_name(f"import {name}", "weightsync.update.paths")
     assert found == [f"weightsync.update.paths:1 imports {name}"]
+    package, _, last = name.rpartition(".")
+    if package.startswith(PACKAGE):
+        assert known_by_name(f"from {package} import {last}", "weightsync.update.paths") == found
     assert known_by_name("import weightsync.backends.base", "weightsync.update.paths") == []
 
 
