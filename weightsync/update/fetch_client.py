@@ -341,7 +341,7 @@ class _Fetch:
     def _own_report(self, done: StepReply) -> SyncReport:
         """Return the report of an update that this receiver has committed."""
         phases = {name: spent for name, spent in done.seconds.items() if name != "wait"}  # of load
-        seconds = {**done.seconds, "total": sum(phases.values())}
+        seconds = {**phases, "total": sum(phases.values())}
         receiver = ReceiverReport(
             target=self._target,
             path=self._path,
