@@ -180,7 +180,7 @@ class Slicer:
     """Derives the slices of DTensors; equal splits once, since models repeat their layers."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[Span, ...]] = {}
+        self._known: dict[object, tuple[tuple[Span, ...], ...]] = {}
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> Slice:
         """Return the slice of the full tensor that `tensor` holds in this process.
@@ -200,13 +200,41 @@ class Slicer:
             )
         return found
 
+    def slice_at(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        mesh: Sequence[int],
+        placements: Sequence[Any],
+        coordinate: Sequence[int],
+        order: Sequence[int] | None = None,
+    ) -> Slice:
+        """Return the slice that the member at `coordinate` of a mesh of sizes `mesh` holds.
+
+        Needs no process group. `order` are the mesh dimensions in the order in which they split.
+        Raises ConfigError, naming tensor and placement, where the slice is not known.
+        """
+        if not len(mesh) == len(placements) == len(coordinate) or any(
+            not 0 <= at < size for at, size in zip(coordinate, mesh, strict=True)
+        ):
+            raise ConfigError(
+                f"{name}: a mesh of {list(mesh)} has no member at {list(coordinate)} with the "
+                f"placements {list(placements)}; give a coordinate and a placement for each size"
+            )
+        order = range(len(mesh)) if order is None else order
+        splits = _splits_at(name, len(shape), mesh, placements, coordinate, order)
+        return Slice(shape, tuple(map(self._spans, [len(shape)] * len(shape), shape, splits)))
+
     def _spans(self, ndim: int, size: int, splits: list[_Split]) -> tuple[Span, ...]:
         if not splits:
             return ((0, size),)
-        key = (ndim, size, *((type(s.placement), repr(s.placement), s.parts, s.at) for s in splits))
+        key = (ndim, size, *((type(s.placement), repr(s.placement), s.parts) for s in splits))
         if key not in self._known:
-            self._known[key] = tuple(_consecutive(_indices(ndim, size, splits)))
-        return self._known[key]
+            self._known[key] = tuple(map(_consecutive, _indices(ndim, size, splits)))
+        at = 0
+        for split in splits:
+            at = at * split.parts + split.at
+        return self._known[key][at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +252,22 @@ def _splits(name: str, tensor: Any) -> list[list[_Split]]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(f"{name}: this process is not a member of the tensor's mesh {mesh}")
-    splits: list[list[_Split]] = [[] for _ in tensor.shape]
-    for mesh_dim in _in_order(tensor):
-        placement = tensor.placements[mesh_dim]
+    sizes = [mesh.size(dim) for dim in range(len(tensor.placements))]
+    order = _in_order(tensor)
+    return _splits_at(name, tensor.ndim, sizes, tensor.placements, coordinate, order)
+
+
+def _splits_at(
+    name: str,
+    ndim: int,
+    mesh: Sequence[int],
+    placements: Sequence[Any],
+    coordinate: Sequence[int],
+    order: Sequence[int],
+) -> list[list[_Split]]:
+    splits: list[list[_Split]] = [[] for _ in range(ndim)]
+    for mesh_dim in order:
+        placement = placements[mesh_dim]
         if _is(placement, "is_replicate"):
             continue
         if _is(placement, "is_partial") or not hasattr(placement, "_split_tensor"):
@@ -235,8 +276,10 @@ def _splits(name: str, tensor: Any) -> list[list[_Split]]:
                 f"{name}: {placement!r} is {kind}, so this process holds no known rows of it; "
                 "redistribute it to Shard or Replicate, or receive through a load_weights hook"
             )
-        parts, at = mesh.size(mesh_dim), coordinate[mesh_dim]
-        splits[placement.dim % tensor.ndim].append(_Split(placement, parts, at))
+        if not -ndim <= placement.dim < ndim:
+            raise ConfigError(f"{name}: {placement!r} splits a dimension that the tensor lacks")
+        split = _Split(placement, mesh[mesh_dim], coordinate[mesh_dim])
+        splits[placement.dim % ndim].append(split)
     return splits
 
 
@@ -253,29 +296,33 @@ def _is(placement: object, question: str) -> bool:
     return bool(ask and ask())
 
 
-def _indices(ndim: int, size: int, splits: list[_Split]) -> list[int]:
-    """Return the indices of a dimension that this process holds.
+def _indices(ndim: int, size: int, splits: list[_Split]) -> list[torch.Tensor]:
+    """Return the indices of a dimension that each part of it holds, the last split fastest.
 
     The placements themselves split a tensor of indices, as they split weights.
     """
-    indices = torch.arange(size)
+    held = [torch.arange(size)]
     for split in splits:
-        shape = [1] * ndim
-        shape[split.placement.dim] = indices.numel()
-        shards, _ = split.placement._split_tensor(
-            indices.view(shape), split.parts, with_padding=False, contiguous=False
-        )
-        indices = shards[split.at].reshape(-1)
-    return [int(i) for i in indices.tolist()]
+        shards: list[torch.Tensor] = []
+        for indices in held:
+            shape = [1] * ndim
+            shape[split.placement.dim] = indices.numel()
+            cut, _ = split.placement._split_tensor(
+                indices.view(shape), split.parts, with_padding=False, contiguous=False
+            )
+            shards += (shard.reshape(-1) for shard in cut)
+        held = shards
+    return held
 
 
-def _consecutive(indices: list[int]) -> Iterator[Span]:
-    """Yield the spans of consecutive numbers."""
-    begin = 0
-    for i in range(1, len(indices) + 1):
-        if i == len(indices) or indices[i] != indices[i - 1] + 1:
-            yield indices[begin], indices[i - 1] + 1
-            begin = i
+def _consecutive(indices: torch.Tensor) -> tuple[Span, ...]:
+    """Return the spans of consecutive numbers."""
+    if not indices.numel():
+        return ()
+    last = (indices.diff() != 1).nonzero().reshape(-1)
+    begins = torch.cat((indices[:1], indices[last + 1])).tolist()
+    ends = torch.cat((indices[last], indices[-1:])).tolist()
+    return tuple((begin, end + 1) for begin, end in zip(begins, ends, strict=True))
 
 
 def gathered_device(tensor: torch.Tensor) -> str:
