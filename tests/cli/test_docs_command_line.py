@@ -46,7 +46,7 @@ def rows(title: str) -> list[list[str]]:
 def test_the_commands_print_what_is_shown(
     url: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, _ = blocks("console")
+    session, *_ = blocks("console")
     (tmp_path / "checkpoint").symlink_to(checkpoint)
     monkeypatch.chdir(tmp_path)
     shown = re.findall(r"^\$ weightsync (.*)\n((?:(?!\$).*\n)*)", session, re.MULTILINE)
@@ -69,7 +69,7 @@ def test_the_tables_name_all_verbs_codes_and_checks() -> None:
     assert {row[0].strip("`") for row in rows("# The command line")} == set(VERBS)
     codes = [code for row in rows("## Exit codes") for code in row[0].split(", ")]
     assert codes == [*map(str, (OK, FAILED, USAGE, UNREACHABLE, REFUSED)), "130", "143"]
-    _, session = blocks("console")
+    *_, session = blocks("console")
     lines = [line.split() for line in session.splitlines()[1:-1] if not line.startswith(" ")]
     assert {line[1] for line in lines} == CHECKS
     named = {name.strip("`") for row in rows("## Doctor") for name in row[0].split(", ")}

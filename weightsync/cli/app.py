@@ -37,6 +37,7 @@ VERBS = {
     "certify": "Push a checkpoint, and compare the server with one that loaded it itself.",
     "doctor": "Say which paths work on this machine, and why others do not.",
     "plot": "Draw the updates of a run from their reports.",
+    "plan": "Show what receivers would read from which ranks, without a gather.",
 }
 
 EXTRAS = {
@@ -49,6 +50,7 @@ EXTRAS = {
     "doctor": "cli",
     "bench": "server,cli",
     "plot": "plot,cli",
+    "plan": "safetensors,cli",
 }
 
 
