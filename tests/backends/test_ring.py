@@ -20,6 +20,7 @@ from weightsync.backends import registry
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.ring import MAX_READERS, MAX_RELAYS, Relay
+from weightsync.shm.ring import WANTED
 from weightsync.weights.copying.fingerprint import table_digest
 from weightsync.weights.sources.base import StateDictSource
 
@@ -233,4 +234,24 @@ def test_a_ring_that_all_have_left_packs_nothing(ring: IpcTrainerEngine) -> None
     assert not any(bucket.any() for bucket in ring.buckets)
     stream.release(len(stream.layout.chunks) - 1)  # shows what was sent from elsewhere
     assert ring.progress().taken_nbytes(index) == stream.layout.nbytes
+    ring.end()
+
+
+def test_a_relay_that_leaves_while_the_ring_waits_for_it_alone(
+    ring: IpcTrainerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, control = ring.add_relay(), ring._control
+    ring.begin([index], verify=True)
+    stream = ring.stream(index)
+    fence = control.fence
+
+    def leave_before_the_sleep() -> None:
+        if control.words[WANTED]:
+            stream.leave()  # as its thread may at any moment
+        fence()
+
+    monkeypatch.setattr(control, "fence", leave_before_the_sleep)
+    ring.transfer(lambda: None)
+    assert control.active == ()
+    assert ring.written_nbytes == stream.layout.nbytes
     ring.end()

@@ -180,12 +180,13 @@ class CounterRing:
         words = self.words
 
         def sleep(seconds: float) -> None:
-            if not self.active:
+            active = self.active  # another thread may take the last reader from it
+            if not active:
                 return
             words[WANTED] = max(number, min(wake_at, words[PUBLISHED]))
             self.fence()
             try:
-                slowest = min(self.active, key=self.released)
+                slowest = min(active, key=self.released)
                 word = line_of(slowest) + RELEASED
                 if (seen := words[word]) < number:
                     sleep_on(self.address_of(word), seen, seconds)
