@@ -150,14 +150,16 @@ def test_memory_is_freed_after_its_reader_gave_it_back() -> None:
 
 
 def test_memory_whose_export_was_withdrawn_is_freed() -> None:
+    """With it goes what tests before had exported and nobody holds any more."""
     needs_ipc()
     before = freed()
     memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
     handle = export(memory)
     del memory
-    assert freed() > before
+    held = freed()
+    assert held > before
     withdraw(handle)
-    assert freed() == before
+    assert freed() <= held - 64 * MIB
 
 
 def test_the_exporting_process_opens_its_own_handle_rightly_or_not_at_all() -> None:
