@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -101,7 +102,17 @@ def test_an_api_server_outlives_what_its_engine_core_says(
     assert all(line.startswith("a message of engine core 0 cannot be read") for line in said)
 
 
-def test_calls_to_workers_outlive_what_workers_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reply", "outcome"),
+    [
+        ((b"reply", b"well"), contextlib.nullcontext()),
+        ((b"problem", b"{"), pytest.raises(ws.ProtocolError, match="that cannot be read")),
+    ],
+)
+def test_calls_to_workers_outlive_what_workers_say(
+    tmp_path: Path, reply: tuple[bytes, bytes], outcome: contextlib.AbstractContextManager[object]
+) -> None:
+    """What is no reply to a call is dropped; an error that cannot be read ends that call."""
     address = ipc_address(tmp_path)
 
     async def ask() -> bytes:
@@ -119,13 +130,13 @@ def test_calls_to_workers_outlive_what_workers_say(tmp_path: Path) -> None:
         def answer() -> None:
             assert worker.poll(int(WAIT_S * 1000))
             owner, number, *_ = worker.recv_multipart()
-            for frames in ([b""], [number], [b"x"] * 7, [number, b"problem", b"{"]):
+            for frames in ([b""], [number], [b"x"] * 7, [number, *reply]):
                 worker.send_multipart([owner, *frames])
-            worker.send_multipart([owner, number, b"reply", b"well"])
 
         speaking = threading.Thread(target=answer)
         speaking.start()
-        assert asyncio.run(ask()) == b"well"
+        with outcome:
+            assert asyncio.run(ask()) == b"well"
         speaking.join(WAIT_S)
 
 
