@@ -22,7 +22,7 @@ from weightsync.weights.copying.reshard import ReshardPlan, plan_reshard
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the verb prints. `links` are pairs of a rank and a receiver that reads from it.
+    """Result that the verb prints. `links` are pairs of a rank and a receiver that reads from it.
 
     `nbytes_*` are bytes of one update; the largest ones are those of one rank, receiver or link.
     """

@@ -1,4 +1,4 @@
-"""What this process has of CUDA: its GPUs and their memory, and the current device and stream."""
+"""The CUDA devices of this process: GPUs and their memory, current device and stream."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Begin(Command, frozen=True, kw_only=True):
 
 
 class BeforeBegin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank finds before it begins an update: the `estimate` is None without receivers."""
+    """State of a rank before it begins an update; `estimate` is None without receivers."""
 
     moved: bool = False
     estimate: ChangeEstimate | None = None

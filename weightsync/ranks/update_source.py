@@ -1,4 +1,4 @@
-"""What one update sends from this rank: the model, a delta of it, or tensors of the caller."""
+"""Sources of one update on one rank: the model, a delta of it, or tensors of the caller."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class RecordedUpdate(UpdateSource):
 
 
 class DeltaUpdate(RecordedUpdate):
-    """What has changed of the model since the weights that the receivers hold.
+    """Delta of the model against the weights that the receivers hold.
 
     The receivers verify it as a whole, by the fingerprint of the model. `one_pass`: one engine
     reads it, so that it can be coded while it is found.

@@ -1,1 +1,1 @@
-"""What is around weightsync: the process (exit, parent, optimizers, tracebacks), integrations."""
+"""Services of the process: exit, parent, optimizer steps, tracebacks, provided integrations."""

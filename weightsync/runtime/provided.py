@@ -1,6 +1,6 @@
-"""What `weightsync.integrations` provides to lower layers, which call it by its role.
+"""Objects of `weightsync.integrations` that lower layers use by their role.
 
-`weightsync/__init__.py` says where it is. It is imported at its first use, so that no layer below
+`weightsync/__init__.py` sets where each one is. It is imported at its first use, so that no layer below
 knows another system by name, and `import weightsync` loads none of it.
 """
 
@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 Role = Literal["servers", "source", "update"]
-"""What a role is:
+"""The roles:
 
 - `servers(token, verify_tls=, timeout_s=)`: makes the transports for the URLs of servers of any
   kind; the UrlTransports of weightsync.transports.factory.
