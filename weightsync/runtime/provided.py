@@ -1,7 +1,7 @@
 """Objects of `weightsync.integrations` that lower layers use by their role.
 
-`weightsync/__init__.py` sets where each one is. It is imported at its first use, so that no layer below
-knows another system by name, and `import weightsync` loads none of it.
+`weightsync/__init__.py` sets where each one is. It is imported at its first use, so that no layer
+below knows another system by name, and `import weightsync` loads none of it.
 """
 
 from __future__ import annotations
