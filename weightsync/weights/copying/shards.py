@@ -385,3 +385,22 @@ def find_fsdp(module: nn.Module) -> list[Any]:
             "(name, full tensor) on every rank"
         )
     return [part for part in parts if isinstance(part, fsdp.FSDPModule)]
+
+
+def fsdp_buffers(parts: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the flat buffers from which the modules of `find_fsdp` gather their parameters.
+
+    The shard of a parameter is a view of its buffer, which is padded. Empty where torch keeps them
+    under another name: a shard whose memory has a user that is not known stays where it is.
+    """
+    found: list[torch.Tensor] = []
+    for part in parts:
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # of newer torch
+        groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+        for group in groups:
+            for param in getattr(group, "fsdp_params", ()):
+                buffer = getattr(param, "_sharded_param_data", None)
+                if type(buffer) is torch.Tensor:
+                    found.append(buffer)
+    return found

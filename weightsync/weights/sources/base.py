@@ -24,6 +24,7 @@ from weightsync.tensors import TORCH_DTYPES, as_integers, dtype_name, spec_of
 from weightsync.weights.copying.layout import layer_of as layer_of  # noqa: PLC0414  # with groups_of
 from weightsync.weights.copying.shards import (
     find_fsdp,
+    fsdp_buffers,
     gather,
     gather_groups,
     gathered_device,
@@ -32,6 +33,7 @@ from weightsync.weights.copying.shards import (
 )
 from weightsync.weights.sinks.frozen import check_scripted
 from weightsync.weights.sinks.module_sink import ModuleTensors, Rename, identity, rename_with
+from weightsync.weights.sources.holdings import Holdings, holdings_of
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,
@@ -229,8 +231,9 @@ class WeightSource(Protocol):
     while it is sent, or the latter is not empty then. `rounded` has the original dtypes by name of
     tensors that it casts to a floating-point dtype that is not larger: receivers that keep such a
     tensor in more digits than it has any more are named in a warning. `device_types` has the types
-    of the devices of tensors that it makes. If its ranks hold different tensors, it is a
-    SplitSource.
+    of the devices of tensors that it makes. `holdings()` returns the Holdings of this rank, so that
+    no rank gathers tensors for receivers on its host; None where the source only makes full ones.
+    If its ranks hold different tensors, it is a SplitSource.
     """
 
     @property
@@ -261,6 +264,11 @@ class SourceExtras:
         made: Callable[[], tuple[Sequence[str], Sequence[torch.Tensor]]] | None
         made = getattr(self._source, "made_of", None)
         return None if made is None else made()
+
+    def holdings(self) -> Holdings | None:
+        """Return what this rank holds of each tensor, None where the source does not tell."""
+        held: Callable[[], Holdings | None] | None = getattr(self._source, "holdings", None)
+        return None if held is None else held()
 
     @property
     def changed(self) -> Sequence[str]:
@@ -355,6 +363,10 @@ class ModuleSource:
         """Return the names by which tensors are sent, and the module's own tensors or shards."""
         self._look_again()
         return self._names, self._tensors
+
+    def holdings(self) -> Holdings:
+        """Return the shards of this rank, and the tensors that each rank holds whole."""
+        return holdings_of(self.made_of, buffers=lambda: fsdp_buffers(self._fsdp))
 
     def _report_casts(self) -> None:
         """Log once that the user has cast tensors since they were taken over: `model.half()`.
