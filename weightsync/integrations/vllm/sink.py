@@ -27,12 +27,18 @@ from vllm.model_executor.model_loader.reload.meta import (
     SKIP_MODULES,
     to_meta_tensor,
 )
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from weightsync.errors import BackendUnavailableError, ConfigError, TransferError, shorten
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.integrations.vllm.direct_writes import DirectWrites
-from weightsync.integrations.vllm.writes import Place, TensorKey, WriteCounter, places_of
+from weightsync.integrations.vllm.writes import (
+    Place,
+    TensorKey,
+    WriteCounter,
+    loaded_numel,
+    places_of,
+)
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare, union
 from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights.copying import arena
@@ -256,7 +262,7 @@ def loaded_parameters(layer: nn.Module) -> list[str]:
         name
         for name, parameter in layer._parameters.items()
         if parameter is not None
-        and get_tensor_load_numel(parameter)
+        and loaded_numel(parameter)
         and name not in SKIP_LOAD_TENSORS
         and name not in _FROM_CONFIG
     ]
@@ -480,7 +486,7 @@ class _LoadRecorder:
         try:
             for path, layer in self._reload.model.named_modules():
                 self._wanted.update(
-                    ((path, name), get_tensor_load_numel(layer._parameters[name]))
+                    ((path, name), loaded_numel(layer._parameters[name]))
                     for name in loaded_parameters(layer)
                 )
                 for name, tensor in get_layer_tensors(layer).items():

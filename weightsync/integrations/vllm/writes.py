@@ -30,8 +30,7 @@ class Place:
 
     @property
     def numel(self) -> int:
-        """The elements that are loaded, without padding that vLLM declares."""
-        return int(getattr(self.tensor, "weight_loader_numel", self.tensor.numel()))
+        return loaded_numel(self.tensor)
 
     @property
     def key(self) -> TensorKey:
@@ -39,6 +38,11 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}" if self.path else self.name
+
+
+def loaded_numel(tensor: torch.Tensor) -> int:
+    """Return the number of elements that are loaded, without padding that vLLM declares."""
+    return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
 
 
 def places_of(model: nn.Module) -> dict[int, Place]:
