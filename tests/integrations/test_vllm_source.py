@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import pytest
@@ -20,16 +21,17 @@ from weightsync.weights.sources.base import as_source
 
 @dataclass(frozen=True)
 class Meta:
-    """As vLLM's ParamMeta."""
+    """As vLLM's ParamMeta. `owners` are ranks; None is every rank."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
 
 
 @dataclass
 class Described:
-    """Has the methods of vLLM's WeightSource. `step` is added to each tensor."""
+    """Has the methods of WeightSource in vLLM 0.29 to 0.32. `step` is added to each tensor."""
 
     model: dict[str, torch.Tensor]
     held: Sequence[str] | None = None
@@ -61,6 +63,41 @@ class Described:
             yield name, None if absent else self.model[name] + self.step
 
 
+@dataclass
+class Owned:
+    """Has the members of WeightSource in vLLM 0.33. `step` is added to each tensor."""
+
+    model: dict[str, torch.Tensor]
+    owners: Callable[[str], tuple[int, ...] | None] = lambda _: None
+    step: float = 0.0
+    passes: int = 0
+    rank: int = 0
+    full: bool = True
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        return [
+            Meta(name, tensor.dtype, tuple(tensor.shape), self.owners(name))
+            for name, tensor in self.model.items()
+        ]
+
+    def owned_names(self, rank: int) -> list[str]:
+        return [m.name for m in self.metadata if m.owners is None or rank in m.owners]
+
+    def implements_iter_full(self) -> bool:
+        return self.full
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        for name, tensor in self.model.items():
+            owners = self.owners(name)
+            if owners is None or self.rank in owners:
+                yield name, tensor + self.step
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("weightsync sends full tensors")
+
+
 def weights() -> dict[str, torch.Tensor]:
     """Three layers of two tensors, and one that is empty, in three dtypes."""
     made = {
@@ -78,15 +115,22 @@ class Held(dict[str, torch.Tensor]):
         self.update((name, tensor.clone()) for name, tensor in pairs)
 
 
-def same(held: dict[str, torch.Tensor], source: Described) -> bool:
+Either = Described | Owned
+"""A source in one of the two shapes."""
+
+
+def same(held: dict[str, torch.Tensor], source: Either) -> bool:
     return held.keys() == source.model.keys() and all(
         torch.equal(held[name], tensor + source.step) and held[name].dtype == tensor.dtype
         for name, tensor in source.model.items()
     )
 
 
-def test_every_update_iterates_anew_and_the_description_is_read_once() -> None:
-    source, held = Described(weights()), Held()
+@pytest.mark.parametrize("shape", [Described, Owned])
+def test_every_update_iterates_anew_and_the_description_is_read_once(
+    shape: Callable[[Any], Either],
+) -> None:
+    source, held = shape(weights()), Held()
     receiver = ws.WeightReceiver(held.load)
     with closing(receiver), ws.connect(source, to=receiver.handle) as sender:
         assert source.passes == 0
@@ -97,35 +141,37 @@ def test_every_update_iterates_anew_and_the_description_is_read_once() -> None:
             assert same(held, source)
 
 
-def test_names_and_dtypes_are_mapped_on_the_way() -> None:
-    source = as_source(Described(weights()), dtype=torch.float16, rename={"a.w": "renamed"})
+@pytest.mark.parametrize("shape", [Described, Owned])
+def test_names_and_dtypes_are_mapped_on_the_way(shape: Callable[[Any], Either]) -> None:
+    source = as_source(shape(weights()), dtype=torch.float16, rename={"a.w": "renamed"})
     assert isinstance(source, DescribedSource)
     assert source.manifest.specs[0].name == "renamed"
     assert {spec.dtype for spec in source.manifest.specs} == {"float16"}
     assert [name for name, _ in source.tensors()] == [spec.name for spec in source.manifest.specs]
 
 
-def missing(source: Described) -> None:
+def missing(source: Either) -> None:
     del source.model["b.v"]
 
 
-def added(source: Described) -> None:
+def added(source: Either) -> None:
     source.model["d.w"] = torch.zeros(2)
 
 
-def swapped(source: Described) -> None:
+def swapped(source: Either) -> None:
     source.model["a.w"] = source.model.pop("a.w")
 
 
-def reshaped(source: Described) -> None:
+def reshaped(source: Either) -> None:
     source.model["b.w"] = torch.zeros(3)
 
 
+@pytest.mark.parametrize("shape", [Described, Owned])
 @pytest.mark.parametrize("break_it", [missing, added, swapped, reshaped])
 def test_an_iteration_that_is_not_the_description_moves_nothing(
-    break_it: Callable[[Described], None],
+    shape: Callable[[Any], Either], break_it: Callable[[Either], None]
 ) -> None:
-    source, held = Described(weights()), Held()
+    source, held = shape(weights()), Held()
     receiver = ws.WeightReceiver(held.load)
     with closing(receiver), ws.connect(source, to=receiver.handle, timeout_s=5) as sender:
         sender.send_weights()
@@ -137,17 +183,27 @@ def test_an_iteration_that_is_not_the_description_moves_nothing(
         assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
 
 
-def test_a_single_rank_that_holds_a_part_is_refused() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        Described(weights(), [name for name in weights() if not name.startswith("b")]),
+        Owned(weights(), lambda name: (1,) if name in ("b.w", "b.v") else None),
+    ],
+)
+def test_a_single_rank_that_holds_a_part_is_refused(source: Either) -> None:
     receiver = ws.WeightReceiver(Held().load)
-    source = Described(weights(), [name for name in weights() if not name.startswith("b")])
     message = r"no rank's source holds b\.w, b\.v; a rank has to"
     with closing(receiver), pytest.raises(ws.ManifestMismatchError, match=message):
         ws.connect(source, to=receiver.handle)
 
 
 def test_held_names_that_are_not_described_or_not_iterated_are_refused() -> None:
-    with pytest.raises(ws.ManifestMismatchError, match=r"metadata\(\) lacks: z\.w"):
+    with pytest.raises(ws.ManifestMismatchError, match=r"held_names\(\) .*metadata lacks: z\.w"):
         DescribedSource(Described(weights(), ["a.w", "z.w"]))
+    owned: Any = Owned(weights())
+    owned.owned_names = lambda _: ["a.w", "z.w"]
+    with pytest.raises(ws.ManifestMismatchError, match=r"owned_names\(\) .* lacks: z\.w"):
+        DescribedSource(owned)
     silent = Described(weights(), ["a.w", "b.w"])
     silent.groups = lambda: [["a.w", "a.v"]]  # type: ignore[method-assign]
     with pytest.raises(ws.ManifestMismatchError, match=r"groups\(\) .* leaves out .*: b\.w"):
@@ -165,13 +221,35 @@ def test_held_names_that_are_not_described_or_not_iterated_are_refused() -> None
 )
 def test_a_description_that_does_not_fit_is_named(meta: Meta) -> None:
     source = Described({"a": torch.ones(4)}, meta={"a": meta})
-    with pytest.raises(ws.ConfigError, match=r"metadata\(\) of a Described has Meta\(name="):
+    with pytest.raises(ws.ConfigError, match=r"the metadata of a Described has Meta\(name="):
         as_source(source)
 
 
-def test_a_part_inside_of_another_source_is_refused() -> None:
-    names = [name for name in weights() if name != "b.v"]
-    source = DescribedSource(Described(weights(), names))  # as another source uses it
+def test_a_source_of_shards_alone_is_refused() -> None:
+    with pytest.raises(ws.ConfigError, match=r"a Owned implements iter_local\(\) alone, .* full"):
+        as_source(Owned(weights(), full=False))
+
+
+class Labelled:
+    """Has metadata, and is no source."""
+
+    metadata = "of something else"
+
+
+def test_other_objects_with_metadata_are_no_sources() -> None:
+    with pytest.raises(ws.ConfigError, match="cannot send from an object of Labelled"):
+        as_source(Labelled())
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        Described(weights(), [name for name in weights() if name != "b.v"]),
+        Owned(weights(), lambda name: (1,) if name == "b.v" else None),
+    ],
+)
+def test_a_part_inside_of_another_source_is_refused(described: Either) -> None:
+    source = DescribedSource(described)  # as another source uses it
     with pytest.raises(ws.ConfigError, match=r"does not hold 'b\.v': .* not inside of another"):
         list(source.tensors())
 
@@ -197,9 +275,27 @@ def layers_of(rank: int, split: str) -> Sequence[str] | None:
     raise AssertionError(split)
 
 
-def updates(rank: int, split: str, packed: bool | None) -> Any:
+def owners_of(split: str) -> Callable[[str], tuple[int, ...] | None]:
+    """Return the ranks of each tensor, of which one rank alone knows that it holds all."""
+    held = [layers_of(rank, split) for rank in range(3)]
+
+    def owners(name: str) -> tuple[int, ...] | None:
+        ranks = tuple(rank for rank, names in enumerate(held) if names is None or name in names)
+        return None if ranks == (0, 1, 2) else ranks
+
+    return owners
+
+
+def split_source(rank: int, split: str, shape: str) -> Either:
+    """Return a rank's source, in a shape."""
+    if shape == "owned":
+        return Owned(weights(), owners_of(split), rank=rank)
+    return Described(weights(), layers_of(rank, split))
+
+
+def updates(rank: int, split: str, packed: bool | None, shape: str) -> Any:
     """Send three updates; return what rank 0's receiver held after each."""
-    source, held = Described(weights(), layers_of(rank, split)), Held()
+    source, held = split_source(rank, split, shape), Held()
     receiver = ws.WeightReceiver(held.load)
     right = []
     with closing(receiver):
@@ -212,12 +308,13 @@ def updates(rank: int, split: str, packed: bool | None) -> Any:
     return right
 
 
+@pytest.mark.parametrize("shape", ["held", "owned"])
 @pytest.mark.parametrize("packed", [None, False])
 @pytest.mark.parametrize("split", ["by layer", "by name", "two hold all", "one says all"])
 def test_ranks_that_hold_different_tensors_send_all(
-    ranks: Crew, split: str, packed: bool | None
+    ranks: Crew, split: str, packed: bool | None, shape: str
 ) -> None:
-    assert ranks.run(updates, split, packed) == [[True] * 3] * 3
+    assert ranks.run(updates, split, packed, shape) == [[True] * 3] * 3
 
 
 class Negated(ws.WrappingSource):
@@ -234,9 +331,9 @@ class Negated(ws.WrappingSource):
             yield name, -tensor
 
 
-def wrapped(rank: int, wrappers: int) -> list[bool]:
+def wrapped(rank: int, wrappers: int, shape: str) -> list[bool]:
     """Send twice what the ranks hold by name, in wrappers; return whether it arrived."""
-    described, held = Described(weights(), layers_of(rank, "by name")), Held()
+    described, held = split_source(rank, "by name", shape), Held()
     source: object = described
     for _ in range(wrappers):
         source = Negated(source)
@@ -253,11 +350,12 @@ def wrapped(rank: int, wrappers: int) -> list[bool]:
     return right
 
 
+@pytest.mark.parametrize("shape", ["held", "owned"])
 @pytest.mark.parametrize("wrappers", [1, 2])
 def test_ranks_exchange_what_they_hold_of_a_source_that_is_wrapped(
-    ranks: Crew, wrappers: int
+    ranks: Crew, wrappers: int, shape: str
 ) -> None:
-    assert ranks.run(wrapped, wrappers) == [[True] * 2] * 3
+    assert ranks.run(wrapped, wrappers, shape) == [[True] * 2] * 3
 
 
 def wrapped_shards(rank: int) -> tuple[str, bool]:
@@ -291,7 +389,16 @@ def test_a_rank_that_yields_another_shard_is_an_error_of_all_also_in_a_wrapper(
     assert [right for _, right in outcomes] == [True] * 3
 
 
-def sharded_stages(rank: int) -> bool:
+class Gathering(Owned):
+    """Gathers each DTensor while it is iterated, as vLLM's ModuleSource does."""
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().iter_full():
+            gather = getattr(tensor, "full_tensor", None)
+            yield name, tensor if gather is None else gather()
+
+
+def sharded_stages(rank: int, shape: str) -> bool:
     """Rank 0 holds one layer; ranks 1 and 2 hold another one together, in shards."""
     full = weights()
     stage = torch.distributed.new_group([1, 2])
@@ -300,7 +407,11 @@ def sharded_stages(rank: int) -> bool:
         pair = DeviceMesh.from_group(stage, "cpu")
         model["b.w"] = distribute_tensor(full["b.w"], pair, [Shard(0)])
     names = [name for name in full if (name == "b.w") == bool(rank)]
-    source, held = Described(model, names), Held()
+    owners = {name: (1, 2) if name == "b.w" else (0,) for name in full}
+    source: Either = Described(model, names)
+    if shape == "owned":
+        source = Gathering(model, owners.__getitem__, rank=rank)
+    held = Held()
     receiver = ws.WeightReceiver(held.load)
     with closing(receiver):
         to = receiver.handle if rank == 0 else ()
@@ -310,8 +421,9 @@ def sharded_stages(rank: int) -> bool:
     return rank > 0 or all(torch.equal(held[name], tensor) for name, tensor in full.items())
 
 
-def test_a_stage_of_shards_is_gathered_by_its_ranks_and_broadcast(ranks: Crew) -> None:
-    assert ranks.run(sharded_stages) == [True] * 3
+@pytest.mark.parametrize("shape", ["held", "owned"])
+def test_a_stage_of_shards_is_gathered_by_its_ranks_and_broadcast(ranks: Crew, shape: str) -> None:
+    assert ranks.run(sharded_stages, shape) == [True] * 3
 
 
 def failing(rank: int, where: str) -> Any:

@@ -1,11 +1,16 @@
-"""vLLM's `WeightSource`: an iterable object that describes its tensors itself."""
+"""vLLM's `WeightSource`: an object that describes its tensors itself.
+
+It has two shapes: up to vLLM 0.32 `metadata()`, an iteration over the object, `groups()` and
+`held_names()`; from 0.33 the property `metadata`, `iter_full()` and `owned_names(rank)`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
@@ -16,19 +21,25 @@ from weightsync.weights.sources.base import SplitSource
 def described_source(
     given: object, *, dtype: Dtype | None, rename: Rename | None
 ) -> DescribedSource | None:
-    """Return a WeightSource of an iterable object with `metadata()`, None of any other one."""
-    if callable(getattr(given, "metadata", None)) and isinstance(given, Iterable):
+    """Return a WeightSource of an object with either shape, None of any other one."""
+    metadata = getattr(given, "metadata", None)
+    if _has_iter_full(given) and metadata is not None:
+        return DescribedSource(given, dtype=dtype, rename=rename)
+    if callable(metadata) and isinstance(given, Iterable):
         return DescribedSource(given, dtype=dtype, rename=rename)
     return None
 
 
 class DescribedSource(SplitSource):
-    """The tensors of an iterable object that describes them itself, as vLLM's `WeightSource`.
+    """The tensors of an object that describes them itself, as vLLM's `WeightSource`.
 
-    `metadata()` lists all of them, with `name`, `dtype` (torch's) and full `shape`, in the order of
-    iteration; it is read once. Each update iterates anew. Ranks that hold different tensors have
-    `held_names()`: such a rank iterates over the names of its `groups()` alone, and yields None for
-    those that it does not hold.
+    `metadata` lists all of them, with `name`, `dtype` (torch's) and full `shape`, in the order of
+    iteration; it is read once. Each update iterates anew. Ranks may hold different tensors:
+
+    - `owned_names(rank)` has the names that a rank of the default process group iterates over. A
+      tensor of several ranks is gathered by them, as they iterate.
+    - A rank with `held_names()` iterates over the names of its `groups()` alone, and yields None
+      for those that it does not hold.
     """
 
     def __init__(
@@ -38,22 +49,17 @@ class DescribedSource(SplitSource):
         dtype: Dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        self._described = described
         self._all = _all_of(described)
-        names = described.held_names() if hasattr(described, "held_names") else None
-        self._held_names = None if names is None else frozenset(names)
+        self._iterate, self._held_names, self._iterated = _share_of(described, self._all)
         held = None
         if self._held_names is not None:
-            if not hasattr(described, "groups"):
-                raise ConfigError(f"a {type(described).__name__} has held_names() and no groups()")
+            _check_held(described, self._held_names, self._iterated, dict(self._all))
             held = [i for i, (name, _) in enumerate(self._all) if name in self._held_names]
-            self._iterated = frozenset(name for group in described.groups() for name in group)
-            _check_held(self._held_names, self._iterated, dict(self._all))
         super().__init__(self._whole, self._all, held, dtype=dtype, rename=rename)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a tensor for every name, on the meta device where this rank does not hold it."""
-        given = iter(self._described)
+        given = iter(self._iterate())
         if self._held_names is None:
             yield from given
             return
@@ -74,17 +80,45 @@ class DescribedSource(SplitSource):
         yield from given
 
 
+def _has_iter_full(given: object) -> bool:
+    return callable(getattr(given, "iter_full", None))
+
+
+def _share_of(
+    described: Any, known: Sequence[tuple[str, torch.Tensor]]
+) -> tuple[Callable[[], Iterable[Any]], frozenset[str] | None, frozenset[str]]:
+    """Return how this rank iterates, the names that it holds (None: all), and those it yields."""
+    if not _has_iter_full(described):
+        names = described.held_names() if hasattr(described, "held_names") else None
+        if names is None:
+            return described.__iter__, None, frozenset()
+        if not hasattr(described, "groups"):
+            raise ConfigError(f"a {type(described).__name__} has held_names() and no groups()")
+        yielded = frozenset(name for group in described.groups() for name in group)
+        return described.__iter__, frozenset(names), yielded
+    if not getattr(described, "implements_iter_full", lambda: True)():
+        raise ConfigError(
+            f"a {type(described).__name__} implements iter_local() alone, and weightsync sends "
+            "full tensors: implement iter_full(), or give the module itself"
+        )
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    owned = frozenset(described.owned_names(rank))
+    holds_all = owned == {name for name, _ in known}
+    return described.iter_full, None if holds_all else owned, owned
+
+
 def _all_of(described: Any) -> list[tuple[str, torch.Tensor]]:
     """Return all tensors of a source, on the meta device. Raises ConfigError for what is none."""
     found = []
-    for meta in described.metadata() or ():
+    metadata = described.metadata
+    for meta in (metadata() if callable(metadata) else metadata) or ():
         name: Any = getattr(meta, "name", None)
         dtype: Any = getattr(meta, "dtype", None)
         shape: Any = getattr(meta, "shape", None)
         is_sized = isinstance(shape, Sequence) and all(isinstance(n, int) and n >= 0 for n in shape)
         if not (isinstance(name, str) and isinstance(dtype, torch.dtype) and is_sized):
             raise ConfigError(
-                f"metadata() of a {type(described).__name__} has {meta!r}, and not name, dtype "
+                f"the metadata of a {type(described).__name__} has {meta!r}, and not name, dtype "
                 "(torch's) and shape of a tensor"
             )
         found.append((name, torch.empty(shape, dtype=dtype, device="meta")))
@@ -92,17 +126,18 @@ def _all_of(described: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check_held(
-    held: frozenset[str], iterated: frozenset[str], known: dict[str, torch.Tensor]
+    described: Any, held: frozenset[str], iterated: frozenset[str], known: dict[str, torch.Tensor]
 ) -> None:
+    told = "owned_names()" if _has_iter_full(described) else "held_names()"
     unknown = sorted(held - known.keys())
     if unknown:
         raise ManifestMismatchError(
-            f"held_names() of the source has names that its metadata() lacks: {shorten(unknown)}",
+            f"{told} of the source has names that its metadata lacks: {shorten(unknown)}",
             unexpected=unknown,
         )
     left_out = sorted(held - iterated)
     if left_out:
         raise ManifestMismatchError(
-            f"groups() of the source leaves out names of its held_names(): {shorten(left_out)}",
+            f"groups() of the source leaves out names of its {told}: {shorten(left_out)}",
             missing=left_out,
         )
