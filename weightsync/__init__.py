@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     )
     from weightsync.backends.registry import register_backend
     from weightsync.backends.ring import RingEngine
+    from weightsync.integrations.adapters import AdapterSource
     from weightsync.integrations.vllm.ipc_engine import (
         IPCTrainerSendWeightsArgs,
         IPCWeightTransferEngine,
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "AdapterSource",
     "AuthError",
     "Backend",
     "BackendUnavailableError",
@@ -143,6 +145,7 @@ _MODULES = {
     "backends.base": ("Backend", "TrainerWeightTransferEngine", "WeightTransferEngine"),
     "backends.registry": ("register_backend",),
     "backends.ring": ("RingEngine",),
+    "integrations.adapters": ("AdapterSource",),
     "integrations.vllm.ipc_engine": (
         "IPCTrainerSendWeightsArgs",
         "IPCWeightTransferEngine",

@@ -85,6 +85,7 @@ from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import (
     NamedTensors,
+    SourceExtras,
     as_source,
     checked_pairs,
     find_ties,
@@ -241,14 +242,15 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             given["to"] = described(checked.targets)
         compare_arguments("connect", given, ranks)
 
-    def make_worker(checked: _Checked) -> RankWorker:
+    def make_worker(checked: _Checked) -> tuple[RankWorker, str]:
         made = as_source(source, dtype=dtype, rename=rename)
         if not why_never(delta, made.manifest):
             # Compiled while the paths are opened; the first update waits for it.
             threading.Thread(target=warm_up, name="weightsync-compile", daemon=True).start()
-        return RankWorker(
+        worker = RankWorker(
             made, checked.options, ranks, checked.backends, check_finite, check_replicas
         )
+        return worker, SourceExtras(made).receiver_path
 
     def make_coordinator(group: RankGroup, checked: _Checked) -> Coordinator:
         drops = on_failure == "drop"
@@ -271,8 +273,11 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         checked = ranks.together(check)
         compare(checked)
         cleanup_stale()
-        transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=timeout_s)
-        group = RankGroup(ranks.together(lambda: make_worker(checked)), ranks)
+        worker, below = ranks.together(lambda: make_worker(checked))
+        transports = TransportFactory(
+            token, verify_tls=verify_tls, timeout_s=timeout_s, below=below
+        )
+        group = RankGroup(worker, ranks)
         coordinator = ranks.together(
             lambda: make_coordinator(group, checked) if group.leads else None
         )

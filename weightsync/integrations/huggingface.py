@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +21,7 @@ from weightsync.weights.sources.base import rounded_by
 from weightsync.weights.tensor_kinds import check_sendable, states_beside, warn_of_state
 
 try:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 except ImportError as exc:
@@ -43,7 +46,7 @@ class MergedSource:
 
     def __init__(self, model: nn.Module, *, dtype: Dtype | None = None) -> None:
         self._dtype = dtype = as_dtype("dtype", dtype)
-        self._base = _peft_model(model).get_base_model()
+        self._base = peft_model(model).get_base_model()
         self._tensors = ModuleTensors(self._base)
         self._names = self._plain_names()
         named = [(name, self._tensors.tensors[i]) for i, name in self._names.items()]
@@ -123,6 +126,77 @@ class MergedSource:
         return aliases
 
 
+def adapter_named(model: PeftModel, name: str, given: str | None) -> str:
+    """Return the adapter that is meant: `given`, or one of this `name`, or the active one.
+
+    Raises ConfigError where the model has no such adapter.
+    """
+    wanted = name if given is None else given
+    if wanted in model.peft_config:
+        return wanted
+    if given is None and isinstance(model.active_adapter, str):
+        return str(model.active_adapter)
+    raise ConfigError(
+        f"this model has no adapter {wanted!r}; it has {', '.join(model.peft_config)}; name one of "
+        "them with adapter="
+    )
+
+
+def checkpoint_names(model: PeftModel, adapter: str) -> dict[str, str]:
+    """Return PEFT's checkpoint names of an adapter's tensors, by the model's own names."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    own = {id(tensor): strip_wrappers(name) for name, tensor in named}
+    given = {strip_wrappers(name): tensor for name, tensor in named}
+    # Embeddings of the base are none of the adapter's. To look whether they were resized, as PEFT
+    # does by itself, may take a request to the hub.
+    sent = get_peft_model_state_dict(
+        model, state_dict=given, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {own[id(tensor)]: name for name, tensor in sent.items()}
+
+
+def config_of(model: PeftModel, adapter: str) -> dict[str, Any]:
+    """Return an adapter's config without the fields that have PEFT's defaults."""
+    config = model.peft_config[adapter]
+    defaults = {
+        field.name: _default_of(field)
+        for field in dataclasses.fields(config)
+        if field.name not in _NEEDED_FIELDS
+    }
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        # A trainer changes `inference_mode` as it likes: it says nothing about the adapter.
+        if name != "inference_mode" and (name not in defaults or value != defaults[name])
+    }
+
+
+_NEEDED_FIELDS = ("peft_type", "r", "lora_alpha", "target_modules", "bias")
+"""Fields that servers want in every config."""
+
+
+def _default_of(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def other_scales(model: PeftModel, adapter: str) -> list[str]:
+    """Return the layers whose scale is not the one that the adapter's config tells."""
+    rooted: bool = getattr(model.peft_config[adapter], "use_rslora", False)
+    found = []
+    for path, module in _tuner_layers(model).items():
+        layer: Any = module  # of LoRA, which has these tables
+        scale = getattr(layer, "scaling", {}).get(adapter)
+        if scale is None:
+            continue
+        rank, alpha = layer.r[adapter], layer.lora_alpha[adapter]
+        wanted = alpha / (math.sqrt(rank) if rooted else rank)
+        if not math.isclose(scale, wanted, rel_tol=1e-6):
+            found.append(f"{path} ({scale:g}, not {wanted:g})")
+    return found
+
+
 def adapter_tensors(
     model: nn.Module, *, adapter: str | None = None
 ) -> list[tuple[str, torch.Tensor]]:
@@ -132,7 +206,7 @@ def adapter_tensors(
     included. For `sender.update(partial=True)`, after the whole model was sent once. Raises
     ConfigError where `model` is no PeftModel, or has no such adapter.
     """
-    found = _peft_model(model)
+    found = peft_model(model)
     name = found.active_adapter if adapter is None else adapter
     if name not in found.peft_config:
         known = ", ".join(found.peft_config)
@@ -145,7 +219,8 @@ def adapter_tensors(
     ]
 
 
-def _peft_model(model: nn.Module) -> PeftModel:
+def peft_model(model: nn.Module) -> PeftModel:
+    """Return the PeftModel that DDP or torch.compile may wrap. Raises ConfigError for others."""
     found = getattr(model, "module", model)
     found = getattr(found, "_orig_mod", found)
     if not isinstance(found, PeftModel):

@@ -149,6 +149,13 @@ class BaseTransport(Counted, ABC):
             "them by itself; give connect() a URL, or a transport to each worker"
         )
 
+    def below(self, path: str) -> BaseTransport:
+        """Return the transport to the receiver at `path` below this target, and give up this one.
+
+        A target that is one receiver by itself, as an object of this process, is that receiver.
+        """
+        return self
+
     def check_access(self, timeout_s: float) -> None:
         """Raise AuthError where the receiver refuses this transport's token; changes nothing.
 
@@ -228,6 +235,11 @@ class WrappingTransport(BaseTransport):
         expand: Callable[[Sequence[str]], Sequence[Transport]] | None
         expand = getattr(self._inner, "expand", None)
         return super().expand(paths) if expand is None else expand(paths)
+
+    def below(self, path: str) -> BaseTransport:
+        """Return the transport to the receiver at a path below; see BaseTransport."""
+        below: Callable[[str], Transport] | None = getattr(self._inner, "below", None)
+        return self if below is None else complete(below(path))
 
     def check_access(self, timeout_s: float) -> None:
         """Raise AuthError where the receiver refuses the token; see BaseTransport."""

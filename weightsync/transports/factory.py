@@ -40,7 +40,7 @@ class UrlTransports(Protocol):
 
 
 class TransportFactory:
-    """Makes the transports of one sender."""
+    """Makes the transports of one sender, whose receivers are at the path `below` each target."""
 
     def __init__(
         self,
@@ -48,11 +48,13 @@ class TransportFactory:
         *,
         verify_tls: bool | str = True,
         timeout_s: float = 30.0,
+        below: str = "",
     ) -> None:
         check_token_type(token)
         self._token = token
         self._timeout_s = timeout_s
         self._verify_tls = verify_tls
+        self._below = below
         self._addresses: UrlTransports | None = None
         self._lock = threading.Lock()
 
@@ -93,6 +95,18 @@ class TransportFactory:
         return transports[0]
 
     def _transports(self, target: object, wait_s: float = 0.0) -> Sequence[BaseTransport]:
+        """Return the transports to the receivers of a target, at the path below it."""
+        made = self._of_target(target, wait_s)
+        if not self._below:
+            return made
+        try:
+            return [transport.below(self._below) for transport in made]
+        except BaseException:
+            for transport in made:
+                transport.close()
+            raise
+
+    def _of_target(self, target: object, wait_s: float) -> Sequence[BaseTransport]:
         """Return the transports for a target: several for a server of several workers."""
         if not isinstance(target, str):
             return [_transport(target)]

@@ -389,6 +389,12 @@ class HttpTransport(BaseTransport):
             transport._pool, transport._headers = pool, self._headers
         return made
 
+    def below(self, path: str) -> HttpTransport:
+        """Return the transport to the receiver at `path` below this URL; closes this one."""
+        (transport,) = self.expand([path])
+        self.close()
+        return transport
+
     def close(self) -> None:
         """Close the connections that are not in use; those in use close after their call."""
         if not self._closed:

@@ -82,6 +82,8 @@ T = TypeVar("T")
 
 Rename = Callable[[str], str] | Mapping[str, str]
 """Maps a tensor's name to the name it is sent by; a mapping may lack names."""
+Wants = Callable[[str], bool]
+"""Whether a module's tensor is sent, by its own name."""
 
 
 def strip_wrappers(name: str) -> str:
@@ -121,12 +123,16 @@ class ModuleTensors:
     The module is walked once, and again only where `refresh` finds a change: a walk over 37,000
     parameters takes longer than a copy. `tied[i]` are further tensor objects over the memory of
     `tensors[i]`. `aliases` maps a tied name to the name of its tensor. `modules` are all
-    submodules; `wrapped` says that torch.compile wraps one.
+    submodules; `wrapped` says that torch.compile wraps one. With `wants` only the tensors of which
+    it takes the module's own name are found.
     """
 
-    def __init__(self, module: nn.Module, *, rename: Rename | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, *, rename: Rename | None = None, wants: Wants | None = None
+    ) -> None:
         self.module = module
         self._rename = rename_with(rename)
+        self._wants = wants
         self._walk()
 
     def refresh(self) -> bool:
@@ -146,7 +152,9 @@ class ModuleTensors:
         )
         if not same:
             # Made apart: where the walk fails, everything stays as it was, and is found again.
-            self.__dict__.update(vars(ModuleTensors(self.module, rename=self._rename)))
+            self.__dict__.update(
+                vars(ModuleTensors(self.module, rename=self._rename, wants=self._wants))
+            )
         return not same
 
     def _found(self) -> Iterator[object]:
@@ -167,7 +175,10 @@ class ModuleTensors:
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             self._note_module(module)
             for key, tensor in self._own_tensors(module):
-                name = self._rename(strip_wrappers(f"{prefix}.{key}" if prefix else key))
+                own = strip_wrappers(f"{prefix}.{key}" if prefix else key)
+                if self._wants is not None and not self._wants(own):
+                    continue
+                name = self._rename(own)
                 known = first.setdefault(identity(tensor), len(self.names))
                 if known == len(self.names):
                     self.names.append(name)

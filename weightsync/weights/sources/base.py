@@ -32,7 +32,13 @@ from weightsync.weights.copying.shards import (
     local_of,
 )
 from weightsync.weights.sinks.frozen import check_scripted
-from weightsync.weights.sinks.module_sink import ModuleTensors, Rename, identity, rename_with
+from weightsync.weights.sinks.module_sink import (
+    ModuleTensors,
+    Rename,
+    Wants,
+    identity,
+    rename_with,
+)
 from weightsync.weights.sources.holdings import Holdings, holdings_of
 from weightsync.weights.tensor_kinds import (
     check_readable,
@@ -233,7 +239,8 @@ class WeightSource(Protocol):
     tensor in more digits than it has any more are named in a warning. `device_types` has the types
     of the devices of tensors that it makes. `holdings()` returns the Holdings of this rank, so that
     no rank gathers tensors for receivers on its host; None where the source only makes full ones.
-    If its ranks hold different tensors, it is a SplitSource.
+    `receiver_path` is the path of its receiver below the URL of a server that has several, as
+    `adapters/policy`. If its ranks hold different tensors, it is a SplitSource.
     """
 
     @property
@@ -287,6 +294,11 @@ class SourceExtras:
         types: AbstractSet[str] = getattr(self._source, "device_types", frozenset())
         return types
 
+    @property
+    def receiver_path(self) -> str:
+        """The path of the source's receivers below the URLs that it is sent to; often empty."""
+        return str(getattr(self._source, "receiver_path", ""))
+
 
 @runtime_checkable
 class WritingSource(WeightSource, Protocol):
@@ -302,7 +314,8 @@ class WritingSource(WeightSource, Protocol):
 class ModuleSource:
     """The parameters and persistent buffers of an `nn.Module`, tied ones once, with aliases.
 
-    `dtype` casts floating-point tensors on the way, `rename` maps names. Sharded parameters
+    `dtype` casts floating-point tensors on the way, `rename` maps names, `wants` takes those of the
+    module's own names whose tensors are sent (None: all). Sharded parameters
     (DTensors, as `fully_shard` makes them) are gathered one decoder layer at a time: a collective
     of every rank of their mesh. Modules of `fully_shard` are resharded first. The methods raise
     ManifestMismatchError while the module does not have the tensors that it had at `connect`, under
@@ -315,13 +328,14 @@ class ModuleSource:
         *,
         dtype: Dtype | None = None,
         rename: Rename | None = None,
+        wants: Wants | None = None,
     ) -> None:
         check_scripted(module)
         self.module = module
         self._dtype = as_dtype("dtype", dtype)
         self._fsdp = find_fsdp(module)
         self._reshard()
-        self._found = ModuleTensors(module, rename=rename)
+        self._found = ModuleTensors(module, rename=rename, wants=wants)
         self._manifest = self._describe()
         self._dtypes: list[torch.dtype] = []
         self._take_over()

@@ -116,6 +116,11 @@ class WrappingSource(ABC):
         """The types of the devices on which `source` makes its tensors."""
         return SourceExtras(self.source).device_types
 
+    @property
+    def receiver_path(self) -> str:
+        """The path below a server's URL to which `source` is sent."""
+        return SourceExtras(self.source).receiver_path
+
 
 def _in_dtypes(
     pairs: Iterator[tuple[str, torch.Tensor]], manifest: Manifest
