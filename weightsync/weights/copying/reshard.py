@@ -421,7 +421,7 @@ def _named(kind: str, numbers: Iterable[int]) -> str:
     return f"{kind}{plural} {shorten(map(str, listed))}"
 
 
-def _show(spans: Sequence[Sequence[Span]]) -> str:
+def show_box(spans: Sequence[Sequence[Span]]) -> str:
     """Return a box as in an index: `[0:4, 2:3+5:6]`."""
     dims = (
         "+".join(f"{begin}:{end}" for begin, end in dim[:SHOWN_NAMES])
@@ -441,7 +441,7 @@ def _check_box(shape: tuple[int, ...], part: LocalBox, numbers: list[int]) -> No
         bad = bad or any(begin < end for (begin, _), end in zip(ordered, ends, strict=False))
     if bad:
         raise ConfigError(
-            f"{_show(box.spans)} (of {shorten(map(str, numbers))}) is no box of a tensor of "
+            f"{show_box(box.spans)} (of {shorten(map(str, numbers))}) is no box of a tensor of "
             f"{list(shape)}: give spans within the shape that do not overlap, for each dimension"
         )
     if strides is None:
@@ -787,18 +787,18 @@ def _raise_faults(tasks: Sequence[_Task]) -> None:
             continue
         if fault.groups:
             said = " and ".join(
-                f"{_named('rank', [r for r, _ in task.candidates[g]])} as {_show(box.spans)}"
+                f"{_named('rank', [r for r, _ in task.candidates[g]])} as {show_box(box.spans)}"
                 for g in fault.groups[:SHOWN_NAMES]
                 for box in [task.pattern.sources[task.pattern.groups[g][0]].box]
             )
-            overlaps += (f"{name}{_show(fault.box)} is held by {said}" for name in task.names)
+            overlaps += (f"{name}{show_box(fault.box)} is held by {said}" for name in task.names)
         else:
             readers = _named("receiver", task.wanted.members[fault.target])
             ranks = _named("rank", [r for one in task.candidates for r, _ in one] or [])
             said = f"is wanted by {readers} and held by none of {ranks}"
             if not task.candidates:
                 said = f"is wanted by {readers} and held by no rank"
-            holes += (f"{name}{_show(fault.box)} {said}" for name in task.names)
+            holes += (f"{name}{show_box(fault.box)} {said}" for name in task.names)
     if overlaps:
         raise ConfigError(
             f"{len(overlaps)} tensors are held in boxes that overlap without being equal, so that "

@@ -140,6 +140,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return not plain and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+def is_member(tensor: torch.Tensor) -> bool:
+    """Whether this process is a member of the mesh of a DTensor; True of other tensors."""
+    return not is_sharded(tensor) or cast("Any", tensor).device_mesh.get_coordinate() is not None
+
+
 def holds_shards(module: nn.Module) -> bool:
     """Whether a parameter or buffer of `module` is a DTensor."""
     return any(map(is_sharded, module.parameters())) or any(map(is_sharded, module.buffers()))

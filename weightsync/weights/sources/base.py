@@ -311,6 +311,15 @@ class WritingSource(WeightSource, Protocol):
         """
 
 
+def makes_others(source: WeightSource) -> bool:
+    """Whether a subclass of a source of this module yields other tensors than that one."""
+    for name in ("manifest", "tensors", "shards", "gather", "stable_tensors"):
+        owner = next((c for c in type(source).__mro__ if name in vars(c)), None)
+        if owner is not None and owner.__module__ != __name__:
+            return True
+    return False
+
+
 class ModuleSource:
     """The parameters and persistent buffers of an `nn.Module`, tied ones once, with aliases.
 
@@ -378,9 +387,20 @@ class ModuleSource:
         self._look_again()
         return self._names, self._tensors
 
-    def holdings(self) -> Holdings:
-        """Return the shards of this rank, and the tensors that each rank holds whole."""
-        return holdings_of(self.made_of, buffers=lambda: fsdp_buffers(self._fsdp))
+    def holdings(self) -> Holdings | None:
+        """Return the shards of this rank, and the tensors that each rank holds whole.
+
+        None of a subclass that makes others.
+        """
+        if makes_others(self):
+            return None
+
+        def read() -> tuple[list[str], list[torch.Tensor]]:
+            found = self.made_of()
+            self._report_casts()
+            return found
+
+        return holdings_of(read, buffers=lambda: fsdp_buffers(self._fsdp))
 
     def _report_casts(self) -> None:
         """Log once that the user has cast tensors since they were taken over: `model.half()`.

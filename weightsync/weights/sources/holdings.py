@@ -7,13 +7,18 @@ rank that holds it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
-from weightsync.weights.copying.shards import Slice, Slicer, is_sharded, local_of
+from weightsync.weights.copying.reshard import show_box
+from weightsync.weights.copying.shards import Slice, Slicer, is_member, is_sharded
+
+_shape_of = operator.attrgetter("shape")
+_spec_of = operator.attrgetter("_spec")
+_local_of = operator.attrgetter("_local_tensor")
 
 
 class Holdings:
@@ -21,11 +26,13 @@ class Holdings:
 
     `boxes[i]` is a box of the tensor `names[i]` of the source's manifest; a tensor may have several
     boxes, or none. `gathered` has the tensors that all ranks have to make together instead, with
-    the reason for each.
+    the reason for each. `stays` is True where the same tensors hold the boxes in every update: call
+    `tensors`, whose memory can be registered. Else the source makes them for each update, and may
+    use memory again: call `pairs`, and copy each before the next one.
 
     Args:
-        read: returns the tensors that hold the boxes now, in the same order and not cast. Raises
-            ManifestMismatchError where the source has changed.
+        read: returns the tensors that hold the boxes now, in the same order and not cast: a
+            sequence where they stay. Raises ManifestMismatchError where the source has changed.
         buffers: returns tensors that use the memory of these, and follow when it is moved.
     """
 
@@ -33,37 +40,94 @@ class Holdings:
         self,
         names: Sequence[str],
         boxes: Sequence[Slice],
-        read: Callable[[], Sequence[torch.Tensor]],
+        read: Callable[[], Iterable[torch.Tensor]],
         *,
         gathered: Mapping[str, str] | None = None,
         buffers: Callable[[], Sequence[torch.Tensor]] = tuple,
+        stays: bool = True,
     ) -> None:
         self.names = names
         self.boxes = boxes
         self.gathered = dict(gathered or {})
         self.buffers = buffers
+        self.stays = stays
         self._read = read
         self._shapes = [torch.Size(box.local_shape) for box in boxes]
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Return the tensors that hold the boxes now, not cast.
+        """Return the tensors that hold the boxes now, not cast. Only where they stay.
 
-        Raises ManifestMismatchError where one has another shape than its box, or the source has
-        changed since `connect`.
+        Called once in each update, by each rank for itself: it is no collective. Raises
+        ManifestMismatchError where one has another shape than its box, or the source has changed
+        since `connect`.
         """
-        tensors = self._read()
-        if [tensor.shape for tensor in tensors] != self._shapes:
-            wrong = [
+        assert self.stays, "tensors that are made for each update are read by pairs()"
+        tensors = list(self._read())
+        if list(map(_shape_of, tensors)) != self._shapes:
+            raise _other_boxes(
                 f"{name}: {list(tensor.shape)}, its box was {list(shape)}"
                 for name, tensor, shape in zip(self.names, tensors, self._shapes, strict=True)
                 if tensor.shape != shape
-            ]
-            raise ManifestMismatchError(
-                f"{len(wrong)} tensors hold another part than at connect(): {shorten(wrong)}; "
-                "bring them back, or connect again",
-                mismatched=wrong,
             )
         return tensors
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names, and the tensors that hold the boxes now, not cast.
+
+        Called once in each update, by each rank for itself, and run to its end: a source notes
+        there which tensors changed meanwhile. The memory of a tensor is valid until the next one is
+        requested. Raises as `tensors` does, at the tensor that differs.
+        """
+        if self.stays:
+            yield from zip(self.names, self.tensors(), strict=True)
+            return
+        for name, shape, tensor in zip(self.names, self._shapes, self._read(), strict=True):
+            if tensor.shape != shape:
+                raise _other_boxes([f"{name}: {list(tensor.shape)}, its box was {list(shape)}"])
+            yield name, tensor
+
+
+class Places:
+    """The boxes of tensors that this rank holds, as they were when each was noted."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.boxes: list[Slice] = []
+        self.gathered: dict[str, str] = {}
+        self._slicer = Slicer()
+
+    def note(self, name: str, tensor: torch.Tensor) -> bool:
+        """Note the box of a tensor; return whether this rank holds one.
+
+        A tensor that is no DTensor is held whole. One whose placement does not say which rows this
+        process holds (partial sums) is to be gathered, and one of a mesh without this process is
+        held by others.
+        """
+        if not is_member(tensor):
+            return False
+        try:
+            self.boxes.append(self._slicer.slice_of(name, tensor))
+        except ConfigError as exc:
+            self.gathered[name] = str(exc)
+            return False
+        self.names.append(name)
+        return True
+
+    def change(self, i: int, tensor: torch.Tensor) -> str | None:
+        """Return how the box of the `i`-th held tensor has changed; None where it has not."""
+        name, box = self.names[i], self.boxes[i]
+        try:
+            now = self._slicer.slice_of(name, tensor)
+        except ConfigError as exc:
+            return str(exc)
+        was = show_box(box.spans)
+        return None if now == box else f"{name}: {show_box(now.spans)} here, {was} at connect()"
+
+    def check(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Raise ManifestMismatchError for tensors of which this rank now holds another box."""
+        changed = [why for i, tensor in tensors if (why := self.change(i, tensor)) is not None]
+        if changed:
+            raise _other_boxes(changed)
 
 
 def holdings_of(
@@ -73,56 +137,60 @@ def holdings_of(
 ) -> Holdings:
     """Return the holdings of named tensors and DTensors, which `read` returns as they are now.
 
-    A tensor that is no DTensor is held whole by each rank that has it. One whose placement does not
-    say which rows this process holds (partial sums) is to be gathered.
+    `read` returns the same names in the same order each time. See `Places.note`.
     """
-    slicer = Slicer()
     names, tensors = read()
-    held: list[int] = []
-    boxes: list[Slice] = []
-    gathered: dict[str, str] = {}
-    for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-        try:
-            boxes.append(slicer.slice_of(name, tensor))
-        except ConfigError as exc:
-            gathered[name] = str(exc)
-        else:
-            held.append(i)
-    known = [_placement(tensor) for tensor in tensors]
-    described = list(map(_describe, tensors))
+    places = Places()
+    held = [i for i, pair in enumerate(zip(names, tensors, strict=True)) if places.note(*pair)]
+    seen = _Seen([tensors[i] for i in held])
 
     def read_held() -> list[torch.Tensor]:
-        nonlocal known
-        _, now = read()
-        placed = [_placement(tensor) for tensor in now]
-        if not all(map(operator.is_, placed, known)):  # the usual case asks no mesh
-            described_now = list(map(_describe, now))
-            changed = [
-                f"{name}: {new}, was {old}"
-                for name, old, new in zip(names, described, described_now, strict=True)
-                if old != new
-            ]
-            if changed:
-                raise ManifestMismatchError(
-                    f"{len(changed)} tensors are placed otherwise than at connect(): "
-                    f"{shorten(changed)}; bring them back, or connect again",
-                    mismatched=changed,
-                )
-            known = placed
-        return [local_of(now[i]) for i in held]
+        nonlocal seen
+        _, everything = read()
+        now = [everything[i] for i in held]
+        # Between updates tensors rarely get another placement: the usual case asks no mesh.
+        if not seen.fits(now):
+            places.check(enumerate(now))
+            seen = _Seen(now)
+        return seen.locals_of(now)
 
-    return Holdings([names[i] for i in held], boxes, read_held, gathered=gathered, buffers=buffers)
+    return Holdings(
+        places.names, places.boxes, read_held, gathered=places.gathered, buffers=buffers
+    )
 
 
-def _placement(tensor: torch.Tensor) -> object:
-    """Return the object that says where the shard of a DTensor belongs; None without one."""
-    return getattr(tensor, "_spec", None) if is_sharded(tensor) else None
+class _Seen:
+    """Where each of some tensors belongs, to be compared without a loop in Python."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sharded = [i for i, tensor in enumerate(tensors) if is_sharded(tensor)]
+        self._types = list(map(type, tensors))
+        self._specs = self._specs_of(tensors)
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether each tensor is of the same type, and a DTensor placed by the same object."""
+        return list(map(type, tensors)) == self._types and all(
+            map(operator.is_, self._specs_of(tensors), self._specs)
+        )
+
+    def locals_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors, the local ones of DTensors."""
+        local = list(tensors)
+        for i, shard in zip(self._sharded, map(_local_of, self._shards(tensors)), strict=True):
+            local[i] = shard
+        return local
+
+    def _shards(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return map(tensors.__getitem__, self._sharded)
+
+    def _specs_of(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        return list(map(_spec_of, self._shards(tensors)))
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    """Return the placement of a tensor, for comparison and messages."""
-    if not is_sharded(tensor):
-        return "no DTensor"
-    shard = cast("Any", tensor)
-    order = getattr(_placement(tensor), "shard_order", None)
-    return f"{shard.placements} of {list(shard.shape)} on {shard.device_mesh}, order {order}"
+def _other_boxes(changed: Iterable[str]) -> ManifestMismatchError:
+    listed = list(changed)
+    return ManifestMismatchError(
+        f"{len(listed)} tensors are placed otherwise than at connect(): {shorten(listed)}; bring "
+        "them back, or connect again",
+        mismatched=listed,
+    )
