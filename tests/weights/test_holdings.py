@@ -29,7 +29,13 @@ from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.reshard import Boxes, LocalBox, Placed, copy_regions, plan_reshard
 from weightsync.weights.copying.shards import Slice, local_of
-from weightsync.weights.sources.base import ModuleSource, SourceExtras, as_source
+from weightsync.weights.sources.base import (
+    ModuleSource,
+    SourceExtras,
+    SplitSource,
+    WeightSource,
+    as_source,
+)
 from weightsync.weights.sources.exchange import (
     decode_holdings,
     encode_holdings,
@@ -102,12 +108,12 @@ def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
     ]
 
 
-def sent(model: nn.Module, **options: Any) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Return the manifest and the tensors of a source of a model that is not sharded."""
-    source = ModuleSource(model, **options)
+def sent(source: WeightSource) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Return the manifest and the tensors of a source of which nothing is sharded."""
     specs = source.manifest.specs
     tensors = {
-        n: t.to(TORCH_DTYPES[s.dtype]) for s, (n, t) in zip(specs, source.tensors(), strict=True)
+        n: t.to(TORCH_DTYPES[s.dtype], copy=True)
+        for s, (n, t) in zip(specs, source.tensors(), strict=True)
     }
     return source.manifest, tensors
 
@@ -140,7 +146,7 @@ def test_the_shards_of_all_ranks_are_the_model(
     ranks: Crew, kind: str, options: dict[str, Any]
 ) -> None:
     """Uneven and empty shards, tied, frozen and plain parameters, and buffers."""
-    manifest, wanted = sent(plain(), **options)
+    manifest, wanted = sent(ModuleSource(plain(), **options))
     found = ranks.run(of_module, kind, options)
     assert differing(assemble(manifest, [told for told, _, _ in found]), wanted) == []
     assert [gathered for _, gathered, _ in found] == [[]] * 4
@@ -344,6 +350,167 @@ class TestOfOneRank:
         held = held_by(ModuleSource(model))
         memory = {buffer.untyped_storage().data_ptr() for buffer in held.buffers()}
         assert {t.untyped_storage().data_ptr() for t in held.tensors()} == memory
+
+
+def given_as(form: str, model: nn.Module) -> Any:
+    """Return what is given to connect(): the state dict, or a callable that uses memory again."""
+    if form == "state dict":
+        return dict(model.state_dict())
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        memory: dict[Any, torch.Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            if local_of(tensor) is not tensor:
+                yield name, tensor * 1
+                continue
+            again = memory.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor))
+            yield name, again.copy_(tensor)
+
+    return tensors
+
+
+def of_source(_: int, kind: str, form: str, options: dict[str, Any]) -> tuple[Told, bool]:
+    source = as_source(given_as(form, model_of(kind)), **options)
+    held = held_by(source)
+    return tell(source, held), held.stays
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", ["state dict", "callable"])
+@pytest.mark.parametrize("kind", ["hybrid", "tensor_parallel", "plain"])
+def test_what_a_source_yields_of_shards_is_the_model(
+    ranks: Crew, kind: str, form: str, options: dict[str, Any]
+) -> None:
+    manifest, wanted = sent(as_source(given_as(form, plain()), **options))
+    found = ranks.run(of_source, kind, form, options)
+    assert differing(assemble(manifest, [told for told, _ in found]), wanted) == []
+    assert [stays for _, stays in found] == [False] * 4
+
+
+class TestOfACallable:
+    def given(self) -> tuple[dict[str, torch.Tensor], ws.WeightSource]:
+        tensors = {f"t{i}": torch.full((4, 2), float(i)) for i in range(4)}
+        return tensors, as_source(lambda: iter(tensors.items()))
+
+    def test_a_steady_update_runs_it_once(self) -> None:
+        runs = []
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            runs.append(0)
+            yield "w", torch.full((2,), float(len(runs)))
+
+        held = held_by(as_source(tensors))
+        assert len(runs) == 1  # by connect
+        for run in (2, 3):
+            assert [tensor.tolist() for _, tensor in held.pairs()] == [[run, run]]
+            assert len(runs) == run
+
+    def test_tensors_are_not_listed(self) -> None:
+        _, source = self.given()
+        with pytest.raises(AssertionError, match=r"read by pairs\(\)"):
+            held_by(source).tensors()
+
+    @pytest.mark.parametrize("when", ["t2", "end"])
+    def test_a_change_is_detected(self, when: str) -> None:
+        """Of a tensor that was read before, while a later one is; or after the last."""
+        tensors, source = self.given()
+        pairs = held_by(source).pairs()
+        for name, _ in pairs:
+            if name == when or (when == "end" and name == "t3"):
+                tensors["t1"].add_(1)
+        assert SourceExtras(source).changed == ["t1"]
+        assert list(held_by(source).pairs())
+        assert SourceExtras(source).changed == ["t1"]  # until the reader clears it
+
+    def test_other_names_are_refused(self) -> None:
+        tensors, source = self.given()
+        held = held_by(source)
+        tensors["t4"] = tensors.pop("t3")
+        with pytest.raises(ManifestMismatchError, match=r"position 3: it yields 't4'"):
+            list(held.pairs())
+        tensors["t3"] = tensors.pop("t4")
+        assert [name for name, _ in held.pairs()] == ["t0", "t1", "t2", "t3"]
+        del tensors["t3"]
+        with pytest.raises(ManifestMismatchError, match="ended before 't3'"):
+            list(held.pairs())
+
+    def test_another_placement_is_refused_until_it_is_back(self) -> None:
+        with member(1, (2,)) as mesh:
+            placement: Placement = Shard(0)
+            source = as_source(
+                lambda: [("w", shard(torch.arange(8.0).view(4, 2), mesh, placement))]
+            )
+            held = held_by(source)
+            placement = Shard(1)
+            with pytest.raises(ManifestMismatchError) as raised:
+                list(held.pairs())
+            assert raised.value.mismatched == ("w: [0:4, 1:2] here, [2:4, 0:2] at connect()",)
+            placement = Shard(0)
+            assert [tensor.tolist() for _, tensor in held.pairs()] == [[[4, 5], [6, 7]]]
+
+    def test_one_that_yields_partial_sums_tells_none(self) -> None:
+        with member(1, (2,)) as mesh:
+            tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+            assert SourceExtras(as_source(lambda: [("w", tensor)])).holdings() is None
+
+    def test_other_tied_tensors_are_refused(self) -> None:
+        tensors: dict[str, torch.Tensor] = {"a": torch.ones(2), "b": torch.zeros(2)}
+        held = held_by(as_source(tensors))
+        tensors["b"] = tensors["a"]
+        with pytest.raises(ManifestMismatchError, match="other tensors are tied"):
+            list(held.pairs())
+
+
+class TestSplit:
+    """Ranks that hold other names."""
+
+    WHOLE = tuple((f"e{i}", torch.full((3, 2), float(i))) for i in range(5))
+
+    def source(self, held: Sequence[int] | None, **options: Any) -> SplitSource:
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for i, (name, tensor) in enumerate(self.WHOLE):
+                has = held is None or i in held
+                yield name, tensor if has else torch.empty_like(tensor, device="meta")
+
+        return SplitSource(tensors, self.WHOLE, held, **options)
+
+    @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "rename": {"e1": "x"}}])
+    def test_ranks_together_hold_all(self, options: dict[str, Any]) -> None:
+        sources = [self.source(held, **options) for held in ([0, 1], [1, 3, 4], [2], [])]
+        assert [len(held_by(source).names) for source in sources] == [2, 3, 1, 0]
+        manifest, wanted = sent(self.source(None, **options))
+        found = assemble(manifest, [tell(source) for source in sources])
+        assert differing(found, wanted) == []
+
+    def test_what_nobody_holds_is_named(self) -> None:
+        told = [tell(self.source(held)) for held in ([0, 1], [1, 3])]
+        with pytest.raises(ManifestMismatchError) as raised:
+            assemble(self.source(None).manifest, told)
+        assert [entry.partition("[")[0] for entry in raised.value.mismatched] == ["e2", "e4"]
+
+    def test_shards_of_some_ranks(self) -> None:
+        """A rank holds e0 and its part of e1; the mesh has no other rank here."""
+        told = []
+        for rank in range(2):
+            with member(rank, (2,)) as mesh:
+                rows = shard(self.WHOLE[1][1], mesh, Shard(0))
+                absent = torch.empty(3, 2, device="meta")
+                pairs = [("e0", self.WHOLE[0][1] if rank == 0 else absent), ("e1", rows)]
+                held = [0, 1] if rank == 0 else [1]
+                source = SplitSource(lambda pairs=pairs: pairs, self.WHOLE[:2], held)  # type: ignore[misc]  # of this round
+                told.append(tell(source))
+        found = assemble(source.manifest, told)
+        assert differing(found, dict(self.WHOLE[:2])) == []
+
+    def test_a_tensor_that_is_gone_is_refused_until_it_is_back(self) -> None:
+        held_now = [0, 2]
+        source = self.source(held_now)
+        held = held_by(source)
+        held_now.remove(2)
+        with pytest.raises(ManifestMismatchError, match="held 'e2' at connect"):
+            list(held.pairs())
+        held_now += [2, 3]
+        assert [name for name, _ in held.pairs()] == ["e0", "e2"]
 
 
 class Doubled(ModuleSource):

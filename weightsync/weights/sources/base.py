@@ -39,7 +39,7 @@ from weightsync.weights.sinks.module_sink import (
     identity,
     rename_with,
 )
-from weightsync.weights.sources.holdings import Holdings, holdings_of
+from weightsync.weights.sources.holdings import Holdings, Places, holdings_of
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,
@@ -239,6 +239,7 @@ class WeightSource(Protocol):
     tensor in more digits than it has any more are named in a warning. `device_types` has the types
     of the devices of tensors that it makes. `holdings()` returns the Holdings of this rank, so that
     no rank gathers tensors for receivers on its host; None where the source only makes full ones.
+    Every rank calls it, once, at `connect`.
     `receiver_path` is the path of its receiver below the URL of a server that has several, as
     `adapters/policy`. If its ranks hold different tensors, it is a SplitSource.
     """
@@ -525,6 +526,7 @@ class IterableSource:
         self.changed: list[str] = []
         self.rounded: dict[str, str] = {}
         self.device_types: set[str] = set()
+        self._places = Places()
         given = factory()
         self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
@@ -560,6 +562,41 @@ class IterableSource:
         finally:
             watch.end()
 
+    def holdings(self) -> Holdings | None:
+        """Return the parts that this rank yields, made by a new iteration in each update.
+
+        None where a placement does not say which rows this rank has: one iteration cannot make
+        parts and full tensors. None of a subclass that makes others.
+        """
+        if makes_others(self):
+            return None
+        places = self._noted()
+        if places.gathered:
+            return None
+
+        def parts() -> Iterator[torch.Tensor]:
+            left = enumerate(places.names)
+            at, held = next(left, (0, None))
+            for name, tensor in checked(self.shards(), self._manifest, or_meta=self._yields_meta):
+                if name != held:
+                    continue  # other ranks hold it
+                if tensor.is_meta:
+                    raise ManifestMismatchError(
+                        f"this rank held {name!r} at connect(), and yields it without memory; "
+                        "bring it back, or connect again",
+                        missing=[name],
+                    )
+                if is_sharded(tensor):
+                    places.check([(at, tensor)])
+                yield local_of(tensor)
+                at, held = next(left, (0, None))
+
+        return Holdings(places.names, places.boxes, parts, stays=False)
+
+    def _noted(self) -> Places:
+        """Return which parts of the tensors this rank yields: those of the first iteration."""
+        return self._places
+
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """Whether `gather` is a collective for this tensor of `shards`."""
         return is_sharded(tensor)
@@ -593,6 +630,7 @@ class IterableSource:
         for name, tensor in checked_pairs(pairs, self._dtype):
             self.device_types.add(gathered_device(tensor))
             specs.append(spec_of(self._rename(name), tensor, self._dtype))
+            self._places.note(specs[-1].name, tensor)
             self.rounded |= rounded_by(specs[-1:], [tensor.dtype])
             if keys := state_beside(tensor):
                 states[name] = keys
@@ -604,9 +642,9 @@ class SplitSource(IterableSource):
     """An IterableSource of which each rank may hold other tensors.
 
     `whole` are the names and full shapes of all tensors, on any device, also the meta device: the
-    callable is not called for the manifest. `held` has the positions in `whole` of those that this
-    rank holds, None for all. The callable yields the others on the meta device; `join` gets them
-    from the ranks that hold them.
+    callable is not called for the manifest, and once for `holdings`. `held` has the positions in
+    `whole` of those that this rank holds, None for all. The callable yields the others on the meta
+    device; `join` gets them from the ranks that hold them.
     """
 
     def __init__(
@@ -623,6 +661,16 @@ class SplitSource(IterableSource):
         self._join: Callable[[str, torch.Tensor], torch.Tensor] | None = None
         super().__init__(factory, dtype=dtype, rename=rename)
         self._yields_meta = held is not None
+
+    def _noted(self) -> Places:
+        """Return which parts of the tensors this rank yields, as an iteration now shows."""
+        places = Places()
+        pairs = self._pairs(self._factory())
+        named = ((self._rename(name), tensor) for name, tensor in pairs)
+        for name, tensor in checked(named, self._manifest, or_meta=self._yields_meta):
+            if not tensor.is_meta:
+                places.note(name, tensor)
+        return places
 
     def join(self, share: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Have `share` return each full tensor: a collective of the ranks that hold its parts.
