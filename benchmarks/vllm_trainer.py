@@ -1,8 +1,8 @@
 """An update through vLLM's trainer API beside one of `weightsync.connect`, to a real vLLM.
 
 `python -m benchmarks.vllm_trainer`, where vLLM is installed (`make test-vllm` makes such an
-environment in .venv-vllm). The sources and the receiver are the same, and the updates take turns.
-Prints milliseconds (medians) and their ratio.
+environment in .venv-vllm-0.32.0). The sources and the receiver are the same, and the updates take
+turns. Prints milliseconds (medians) and their ratio.
 """
 
 from __future__ import annotations

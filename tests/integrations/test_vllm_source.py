@@ -230,6 +230,19 @@ def test_a_source_of_shards_alone_is_refused() -> None:
         as_source(Owned(weights(), full=False))
 
 
+class Both(Described):
+    """Is written for every vLLM, and has the methods where an older one is installed."""
+
+    def iter_full(self) -> Iterator[tuple[str, Any]]:
+        return iter(self)
+
+
+def test_a_source_with_the_methods_and_iter_full_goes_by_its_methods() -> None:
+    names = [name for name in weights() if name != "b.v"]
+    assert list(as_source(Both(weights())).manifest.index) == list(weights())
+    assert DescribedSource(Both(weights(), names)).held == [0, 1, 2, 4, 5, 6, 7]
+
+
 class Labelled:
     """Has metadata, and is no source."""
 

@@ -15,6 +15,7 @@ from tests.vllm.offline import assert_computes, engine_of, generated, offline_ll
 from tests.vllm.served import vllm_server
 from tests.vllm.test_experts import Computed
 from tests.vllm.tiny import change, expected, largest_difference, make_gpt_oss, save
+from tests.vllm.versions import FLOAT_SINKS
 from weightsync.errors import ConfigError, ManifestMismatchError, RemoteError
 from weightsync.integrations.vllm import sink as vllm_sink
 from weightsync.integrations.vllm.actors import vllm_targets
@@ -22,7 +23,7 @@ from weightsync.integrations.vllm.sink import Trial, try_out
 from weightsync.receiver import WeightReceiver
 from weightsync.specs import Manifest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), FLOAT_SINKS]
 FINAL = 99
 
 

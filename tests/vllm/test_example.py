@@ -28,4 +28,7 @@ def test_the_example_of_vllms_trainer_api(tmp_path: Path) -> None:
             check=False,
         )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.splitlines()[:3] == ["the server's answer is the trainer's: True"] * 3
+    told = [
+        line for line in ended.stdout.splitlines() if "trainer's" in line
+    ]  # vLLM logs there, too
+    assert told == ["the server's answer is the trainer's: True"] * 3

@@ -22,13 +22,13 @@ import weightsync as ws
 from tests.vllm.offline import assert_computes, generated, offline_llm
 from tests.vllm.test_migrating import block
 from tests.vllm.tiny import change, make_model
-from weightsync.integrations.vllm import plugin
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.trainer import (
     WeightsyncTrainerEngine,
     WeightsyncTrainerInitInfo,
     targets_of,
 )
+from weightsync.testing.conformance.vllm_server import as_metadata
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 
@@ -59,10 +59,14 @@ class Streamed(WeightSource):  # type: ignore[misc]  # vLLM has no types here
         self.passes = 0
         self.fails_at = ""
 
+    @as_metadata
     def metadata(self) -> list[Any]:
         return [ParamMeta(n, p.dtype, tuple(p.shape)) for n, p in self.model.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.iter_full()
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.passes += 1
         for name, parameter in self.model.named_parameters():
             if name == self.fails_at:
@@ -213,16 +217,6 @@ def test_the_plugin_registers_both_engines() -> None:
         "assert 'weightsync.integrations.vllm.trainer' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_a_vllm_without_trainer_engines_is_named_with_those_that_have_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plugin.register_trainer()  # again: does nothing
-    monkeypatch.delattr(api, "WeightTransferTrainerFactory")
-    monkeypatch.delitem(sys.modules, "weightsync.integrations.vllm.trainer")
-    with pytest.raises(ws.BackendUnavailableError, match=r"vLLM 0\.\d+\S* has no .* 0\.32 has"):
-        __import__("weightsync.integrations.vllm.trainer")
 
 
 def test_the_page_s_loop(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

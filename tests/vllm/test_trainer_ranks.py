@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.distributed.weight_transfer import (
 import weightsync as ws
 from tests.crew import Crew, crew
 from weightsync.integrations.vllm.trainer import WeightsyncTrainerInitInfo
+from weightsync.testing.conformance.vllm_server import HAS_ITER_FULL, as_metadata
 
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(3) for part in ("up", "down")]
 NAMES = ["model.embed", *NAMES, "lm_head"]
@@ -28,26 +30,36 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.full((3, i + 1), float(step * 10 + i)) for i, name in enumerate(NAMES)}
 
 
+def stage_of(name: str) -> int:
+    return 0 if "embed" in name or "layers.0" in name else 1
+
+
 class Stage(WeightSource):  # type: ignore[misc]  # vLLM has no types here
     """A stage of a pipeline: the first holds the embedding and a layer, the second the rest."""
 
     def __init__(self, rank: int) -> None:
-        self.held = [n for n in NAMES if ("embed" in n or "layers.0" in n) == (rank == 0)]
+        self.held = [name for name in NAMES if stage_of(name) == rank]
         self.step, self.passes, self.fails = 0, 0, False
 
+    @as_metadata
     def metadata(self) -> list[Any]:
-        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in weights(0).items()]
+        made = [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in weights(0).items()]
+        return [replace(m, owners=(stage_of(m.name),)) for m in made] if HAS_ITER_FULL else made
 
     def held_names(self) -> list[str]:
+        """Return the names of this stage; vLLM from 0.33 goes by the owners."""
         return self.held
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
+        named = dict(self.iter_full())
+        yield from ((name, named.get(name)) for group in self.groups() for name in group)
+
+    def iter_full(self) -> Iterator[tuple[str, Any]]:
         self.passes += 1
+        if self.fails:
+            raise RuntimeError("planted")
         made = weights(self.step)
-        for group in self.groups():
-            if self.fails:
-                raise RuntimeError("planted")
-            yield from ((name, made[name] if name in self.held else None) for name in group)
+        yield from ((name, made[name]) for name in self.held)
 
 
 def updates(rank: int) -> Any:

@@ -14,6 +14,7 @@ import uvicorn
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 import weightsync as ws
+from tests.vllm.versions import since
 from weightsync.integrations.vllm.ipc_engine import IPCWeightTransferEngine
 from weightsync.server.router import weight_router
 
@@ -63,8 +64,22 @@ def test_vllms_client_opens_and_ends_an_update(
         iter(sent.state_dict().items()), {"send_mode": "http", "url": url, "token": ""}
     )
     client.finish_weight_update()
-    client.shutdown_weight_transfer_engine()
     assert receiver.version == 3
+
+
+@since("0.32", "its client has no shutdown_weight_transfer_engine()")
+def test_vllms_client_ends_the_connection(
+    served: tuple[str, ws.WeightReceiver, torch.nn.Linear],
+) -> None:
+    url, receiver, _ = served
+    client = HTTPVLLMWeightSyncClient(url, timeout=20)
+    client.init_weight_transfer_engine({})
+    client.shutdown_weight_transfer_engine()
+    client.init_weight_transfer_engine({})
+    client.start_weight_update()
+    with pytest.raises(requests.HTTPError, match="409"):  # in the middle of an update
+        client.shutdown_weight_transfer_engine()
+    assert receiver.status().update_id is not None
 
 
 def test_handles_that_vllms_client_pickles_are_refused(

@@ -8,13 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.v1.worker.worker_base import WorkerBase
 
 from weightsync.errors import ConfigError
-from weightsync.integrations.vllm import rpc
-from weightsync.integrations.vllm.sink import VllmSink
+from weightsync.integrations.vllm import names, rpc
 from weightsync.receiver import WeightReceiver
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec
@@ -28,6 +24,14 @@ from weightsync.wire.messages import (
     StartRequest,
     UpdateRequest,
 )
+
+names.require("updates", "weightsync's engine cannot be used")
+
+from vllm.config import set_current_vllm_config  # noqa: E402  # refused above where it is not there
+from vllm.distributed.weight_transfer.base import WeightTransferEngine  # noqa: E402  # as above
+from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402  # as above
+
+from weightsync.integrations.vllm.sink import VllmSink  # noqa: E402  # it imports vLLM, too
 
 APPLY_VARIABLE = "WEIGHTSYNC_VLLM_APPLY"
 """`auto`, `staged` or `in_place`. vLLM's configuration of an engine has no field for it."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 
 from weightsync.errors import BackendUnavailableError, MissingExtraError, install_hint
-from weightsync.integrations.vllm import pauses
+from weightsync.integrations.vllm import names, pauses
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -15,8 +14,6 @@ except ImportError as exc:
         f"this needs a vLLM with weight transfer engines ({exc}); {install_hint('vllm')}"
     ) from exc
 
-logger = logging.getLogger(__name__)
-
 BACKEND = "weightsync"
 
 
@@ -24,8 +21,11 @@ def register() -> None:
     """Register our engines with vLLM. Called by vLLM in each of its processes. Idempotent.
 
     The worker's, and the trainer's where this vLLM has trainer engines. Only the workers of a
-    server that is configured for the engine, and trainers that name it, import its module.
+    server that is configured for the engine, and trainers that name it, import its module. What
+    this vLLM lacks of the names that we use is logged, and so is a version that was not tested.
     """
+    names.note_version()
+    names.warn("updates", "a server with weightsync's engine does not start")
     _guard_pauses()
     with suppress(ValueError):  # already registered
         WeightTransferEngineFactory.register_engine(
@@ -42,36 +42,26 @@ def register_trainer() -> None:
 
     Raises BackendUnavailableError for a vLLM without trainer engines.
     """
-    try:
-        from vllm.distributed.weight_transfer import (  # noqa: PLC0415  # older ones lack it
-            WeightTransferTrainerFactory,
-        )
-    except ImportError as exc:
-        raise BackendUnavailableError(
-            f"vLLM {_version()} has no trainer engines, and 0.32 has; weightsync.connect() works "
-            "with older ones"
-        ) from exc
+    names.note_version()
+    names.require("trainer", "its trainer API cannot be used, and weightsync.connect() can")
+    from vllm.distributed.weight_transfer import (  # noqa: PLC0415  # older ones lack it
+        WeightTransferTrainerFactory,
+    )
+
     with suppress(ValueError):  # already registered
         WeightTransferTrainerFactory.register_engine(
             BACKEND, "weightsync.integrations.vllm.trainer", "WeightsyncTrainerEngine"
         )
 
 
-def _version() -> str:
-    import vllm  # noqa: PLC0415  # as above
-
-    return str(getattr(vllm, "__version__", "of an unknown version"))
-
-
 def _guard_pauses() -> None:
     """Make the engine core end the pauses of dead senders. Any process may be the core's."""
-    try:
-        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  # may be elsewhere
-        from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM
-        from vllm.v1.request import RequestStatus  # noqa: PLC0415  # than those tried
+    if not names.warn("pauses", "a trainer that dies may leave it paused"):
+        return
+    from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  # may be elsewhere
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # in another vLLM
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415  # than those tried
 
-        pauses.install(
-            EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
-        )
-    except (ImportError, AttributeError) as exc:
-        logger.warning("a trainer that dies may leave this vLLM paused: %s", exc)
+    pauses.install(
+        EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
+    )

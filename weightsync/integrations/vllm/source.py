@@ -23,11 +23,10 @@ def described_source(
 ) -> DescribedSource | None:
     """Return a WeightSource of an object with either shape, None of any other one."""
     metadata = getattr(given, "metadata", None)
-    if _has_iter_full(given) and metadata is not None:
-        return DescribedSource(given, dtype=dtype, rename=rename)
-    if callable(metadata) and isinstance(given, Iterable):
-        return DescribedSource(given, dtype=dtype, rename=rename)
-    return None
+    iterates = isinstance(given, Iterable) if callable(metadata) else hasattr(given, "iter_full")
+    if metadata is None or not iterates:
+        return None
+    return DescribedSource(given, dtype=dtype, rename=rename)
 
 
 class DescribedSource(SplitSource):
@@ -80,15 +79,11 @@ class DescribedSource(SplitSource):
         yield from given
 
 
-def _has_iter_full(given: object) -> bool:
-    return callable(getattr(given, "iter_full", None))
-
-
 def _share_of(
     described: Any, known: Sequence[tuple[str, torch.Tensor]]
 ) -> tuple[Callable[[], Iterable[Any]], frozenset[str] | None, frozenset[str]]:
     """Return how this rank iterates, the names that it holds (None: all), and those it yields."""
-    if not _has_iter_full(described):
+    if callable(described.metadata):
         names = described.held_names() if hasattr(described, "held_names") else None
         if names is None:
             return described.__iter__, None, frozenset()
@@ -128,7 +123,7 @@ def _all_of(described: Any) -> list[tuple[str, torch.Tensor]]:
 def _check_held(
     described: Any, held: frozenset[str], iterated: frozenset[str], known: dict[str, torch.Tensor]
 ) -> None:
-    told = "owned_names()" if _has_iter_full(described) else "held_names()"
+    told = "held_names()" if callable(described.metadata) else "owned_names()"
     unknown = sorted(held - known.keys())
     if unknown:
         raise ManifestMismatchError(

@@ -394,9 +394,7 @@ class VllmTrainerContract(VllmContract):
 
     def test_a_tensor_that_the_source_leaves_out_is_an_error(self, server: Server) -> None:
         with self.sending(server, weights_of(1)) as (trainer, source):
-            described = source.metadata()
-            source.metadata = lambda: described  # type: ignore[method-assign]
-            del source.tensors[MIDDLE]
+            source.left_out = {MIDDLE}
             with refusing():
                 self.send(trainer)
 

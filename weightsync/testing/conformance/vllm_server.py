@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +73,41 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+HAS_ITER_FULL = hasattr(WeightSource, "iter_full")
+"""Whether a source has `iter_full()`, and `metadata` as a property: vLLM from 0.33."""
+
+
+def as_metadata(method: Callable[[Any], list[Any]]) -> Any:
+    """Make a method the `metadata` of a source, as the installed vLLM wants it."""
+    return cached_property(method) if HAS_ITER_FULL else method
+
+
 class Weights(WeightSource):  # type: ignore[misc]  # vLLM has no types here
-    """A source that yields a new copy of each tensor; `acts` are called before a tensor."""
+    """A source that yields a new copy of each tensor; `acts` are called before a tensor.
+
+    It describes the tensors `left_out`, and does not yield them.
+    """
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = dict(tensors)
         self.acts: dict[str, Callable[[], object]] = {}
+        self.left_out: set[str] = set()
         self.begun = self.ended = 0
 
+    @as_metadata
     def metadata(self) -> list[Any]:
         """Return name, dtype and shape of every tensor."""
         return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.iter_full()
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors."""
         self.begun += 1
         for name, tensor in self.tensors.items():
+            if name in self.left_out:
+                continue
             self.acts.get(name, lambda: None)()
             # Not of `clone`: a tensor that is not contiguous has to stay so.
             yield (
