@@ -86,6 +86,7 @@ from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import (
     NamedTensors,
     SourceExtras,
+    WeightSource,
     as_source,
     checked_pairs,
     find_ties,
@@ -242,8 +243,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             given["to"] = described(checked.targets)
         compare_arguments("connect", given, ranks)
 
-    def make_worker(checked: _Checked) -> tuple[RankWorker, str]:
-        made = as_source(source, dtype=dtype, rename=rename)
+    def make_worker(checked: _Checked, made: WeightSource) -> tuple[RankWorker, str]:
         if not why_never(delta, made.manifest):
             # Compiled while the paths are opened; the first update waits for it.
             threading.Thread(target=warm_up, name="weightsync-compile", daemon=True).start()
@@ -273,7 +273,9 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         checked = ranks.together(check)
         compare(checked)
         cleanup_stale()
-        worker, below = ranks.together(lambda: make_worker(checked))
+        # Apart: making a worker may be a collective, which a rank with a bad source never reaches.
+        made = ranks.together(lambda: as_source(source, dtype=dtype, rename=rename))
+        worker, below = ranks.together(lambda: make_worker(checked, made))
         transports = TransportFactory(
             token, verify_tls=verify_tls, timeout_s=timeout_s, below=below
         )
