@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.weights.sinks.base import HookSink, WeightSink
     from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
     from weightsync.weights.sources.base import ModuleSource, StateDictSource, WeightSource
+    from weightsync.weights.sources.declared import Holding
     from weightsync.weights.sources.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.sources.safetensors_source import SafetensorsSource
     from weightsync.weights.sources.wrapping import WrappingSource
@@ -85,6 +86,7 @@ __all__ = [
     "DeltaReport",
     "FusedExpertsSource",
     "HandleError",
+    "Holding",
     "HookSink",
     "IPCTrainerSendWeightsArgs",
     "IPCWeightTransferEngine",
@@ -155,6 +157,7 @@ _MODULES = {
     "observe": ("Progress",),
     "receiver": ("WeightReceiver", "fetch"),
     "sender": ("WeightSender", "close", "connect", "send_weights"),
+    "weights.sources.declared": ("Holding",),
     "weights.sources.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.sinks.module_sink": ("ModuleSink", "ShardedModuleSink"),
     "weights.lines.patches": ("SparseWeightPatch",),

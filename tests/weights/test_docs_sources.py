@@ -94,6 +94,7 @@ WANTED: dict[str, Callable[[Tensors], Tensors]] = {
     "One tensor made from several": fused,
     "Several tensors made from one": split,
     "A cast for some of them": partly_cast,
+    "Parts that ranks declare": same,
     "A source of your own": same,
     "A source around another": less_one,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -23,9 +24,17 @@ from weightsync.ranks.replicas import ReplicaCheck
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.copying.fingerprint import mix64
-from weightsync.weights.copying.shards import gather, gathered_device
+from weightsync.weights.copying.reshard import (
+    Boxes,
+    LocalBox,
+    Placed,
+    copy_regions,
+    plan_reshard,
+)
+from weightsync.weights.copying.shards import Slice, gather, gathered_device
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
+    DeclaredSource,
     IterableSource,
     ModuleSource,
     SourceExtras,
@@ -35,6 +44,8 @@ from weightsync.weights.sources.base import (
     checked,
     groups_of,
 )
+from weightsync.weights.sources.declared import Declared
+from weightsync.weights.sources.exchange import decode_holdings, encode_holdings, placed_from
 from weightsync.weights.sources.finite import CheckFinite, not_finite
 from weightsync.weights.sources.packer import check_number, check_whole
 from weightsync.weights.sources.wrapping import converted, forget_changes, innermost
@@ -221,9 +232,13 @@ class CollectiveSource:
 def join_parts(source: SplitSource, ranks: RankComm) -> None:
     """Have the ranks of a source exchange their tensors where they hold different ones. Collective.
 
-    The first rank that holds a tensor broadcasts its bytes to the others of `process_group`. Raises
-    ManifestMismatchError for tensors that no rank holds.
+    The first rank that holds a tensor broadcasts its bytes to the others of `process_group`. Of a
+    DeclaredSource the owner of each part does. Raises ManifestMismatchError for tensors that no
+    rank holds.
     """
+    if isinstance(source, DeclaredSource):
+        _join_declared(source, ranks)
+        return
     compare_manifests(source.manifest, ranks, advice="each rank has to describe the whole model")
     held = [json.loads(payload) for payload in ranks.exchange(json.dumps(source.held).encode())]
     if all(places is None for places in held):
@@ -244,15 +259,60 @@ def join_parts(source: SplitSource, ranks: RankComm) -> None:
         device = source_device(source)
 
         def share(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return _broadcast(specs[index[name]], tensor, owners[name], ranks, device)
+            spec = specs[index[name]]
+            full, failed = _broadcast(spec, tensor, owners[name], ranks, device)
+            if failed is not None:
+                raise failed
+            return full
 
         source.join(share)
 
 
+def _join_declared(source: DeclaredSource, ranks: RankComm) -> None:
+    """Have the ranks make full tensors of the parts that each has declared. Collective.
+
+    Raises ManifestMismatchError for elements that no rank holds, ConfigError for parts that overlap
+    without being equal.
+    """
+    bodies = ranks.exchange(msgspec.json.encode(source.own))
+    source.describe([msgspec.json.decode(body, type=Declared) for body in bodies])
+    held, specs = source.holdings(), source.manifest.specs
+    bodies = ranks.exchange(encode_holdings(held, source.manifest))
+    placed = placed_from(source.manifest, list(map(decode_holdings, bodies)))
+    whole = {
+        shape: Boxes(shape, [(0, LocalBox(Slice.whole_of(shape)))])
+        for shape in {spec.shape for spec in specs}
+    }
+    plan = plan_reshard(placed, [Placed(spec, whole[spec.shape]) for spec in specs])
+    own = {key: i for i, key in enumerate(zip(held.names, held.boxes, strict=True))}
+    index = source.manifest.index
+    device = source_device(source)
+
+    def assemble(name: str, absent: torch.Tensor) -> torch.Tensor:
+        spec = specs[index[name]]
+        full = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+        failed: Exception | None = None
+        for read in plan.reads_of(name, 0):
+            box = read.source.box
+            tensor = absent if read.rank != ranks.rank else source.parts[own[name, box]]
+            part = TensorSpec(name, spec.dtype, box.local_shape)
+            made, why = _broadcast(part, tensor, read.rank, ranks, device)
+            failed = failed or why
+            copy_regions(read.regions, made, full)
+        if failed is not None:
+            raise failed
+        return full
+
+    source.join(assemble)
+
+
 def _broadcast(
     spec: TensorSpec, tensor: torch.Tensor, owner: int, ranks: RankComm, device: torch.device
-) -> torch.Tensor:
-    """Return a tensor of which rank `owner` has the bytes. Collective, also where it raises."""
+) -> tuple[torch.Tensor, Exception | None]:
+    """Return a tensor of which rank `owner` has the bytes, and an error of this rank. Collective.
+
+    With an error, the tensor has any bytes. The other ranks have what they wait for.
+    """
     failed: Exception | None = None
     flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
     try:
@@ -262,11 +322,9 @@ def _broadcast(
             flat = contiguous_bytes(tensor.detach().to(device, TORCH_DTYPES[spec.dtype]))
     except Exception as exc:  # noqa: BLE001  # raised when the others have what they wait for
         failed = exc
-    if spec.nbytes:
+    if spec.nbytes and ranks.size > 1:
         dist.broadcast(flat, src=ranks.names[owner], group=ranks.process_group)
-    if failed is not None:
-        raise failed
-    return from_bytes(flat, spec)
+    return from_bytes(flat, spec), failed
 
 
 class SourceOfUpdate:

@@ -294,6 +294,15 @@ class ReshardPlan:
                 regions = pattern.regions[i, j]
                 yield Read(spec.name, rank, receiver, source, target, regions)
 
+    def reads_of(self, name: str, receiver: int) -> Iterator[Read]:
+        """Yield what a receiver reads of one tensor."""
+        at = bisect_left(self.specs, name, key=lambda spec: spec.name)
+        route = self.routes[self.entries[at]]
+        pattern = route.pattern
+        for rank, i, j in route.links(receiver):
+            source, target = pattern.sources[i], pattern.targets[j]
+            yield Read(name, rank, receiver, source, target, pattern.regions[i, j])
+
     @cached_property
     def totals(self) -> Totals:
         """Regions, and bytes by link."""

@@ -39,6 +39,16 @@ from weightsync.weights.sinks.module_sink import (
     identity,
     rename_with,
 )
+from weightsync.weights.sources.declared import (
+    Declared,
+    Holding,
+    are_holdings,
+    boxes_of,
+    check_same,
+    said_by,
+    tensors_of,
+    union_of,
+)
 from weightsync.weights.sources.holdings import Holdings, Places, holdings_of
 from weightsync.weights.tensor_kinds import (
     check_readable,
@@ -509,7 +519,8 @@ class IterableSource:
     that. A DTensor is gathered when it is requested, so every rank must yield the same names in the
     same order. `changed` collects the names of tensors that other code changed during iterations,
     as YieldWatch detects it; the reader of `changed` also clears it. `device_types` has the types
-    of the devices of the first iteration's tensors.
+    of the devices of the first iteration's tensors. `first` is what the callable has returned
+    already, for the manifest.
     """
 
     def __init__(
@@ -518,6 +529,7 @@ class IterableSource:
         *,
         dtype: Dtype | None = None,
         rename: Rename | None = None,
+        first: NamedTensors | Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._factory = factory
         self._yields_meta = False
@@ -527,7 +539,7 @@ class IterableSource:
         self.rounded: dict[str, str] = {}
         self.device_types: set[str] = set()
         self._places = Places()
-        given = factory()
+        given = factory() if first is None else first
         self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
             given = list(checked_pairs(given.items(), self._dtype))
@@ -700,6 +712,86 @@ class SplitSource(IterableSource):
         )
         self.rounded = rounded_by(specs, [tensor.dtype for _, tensor in self._whole_model])
         return specs
+
+
+class DeclaredSource(SplitSource):
+    """Tensors of which the ranks hold the parts that they declare.
+
+    `declare` returns the Holding of this rank, the same parts in the same order in every update: a
+    list that `stays` the same one, or one that is made of the parameters as they are then. Full
+    tensors, for receivers that cannot read from the ranks, are made by `join`, of the `parts` of an
+    iteration. The manifest is that of this rank's tensors until `describe` has given those of all
+    ranks.
+    """
+
+    def __init__(
+        self,
+        declare: Callable[[], Sequence[Holding]],
+        *,
+        dtype: Dtype | None = None,
+        rename: Rename | None = None,
+        first: Sequence[Holding] | None = None,
+        stays: bool = False,
+    ) -> None:
+        listed = declare() if first is None else first
+        self._declare = declare
+        self._boxes = boxes_of(listed, as_dtype("dtype", dtype))
+        self._said = list(map(said_by, listed))
+        self._listed = list(listed) if stays else None
+        self.parts: Sequence[torch.Tensor] = ()
+        whole = tensors_of(listed)
+        super().__init__(self._whole, _on_meta(whole), None, dtype=dtype, rename=rename)
+        self._yields_meta = True
+        self.device_types = {one.tensor.device.type for one in listed}
+        self.own = Declared(tensors=whole, device_types=sorted(self.device_types))
+
+    def describe(self, ranks: Sequence[Declared]) -> None:
+        """Take over what all ranks have declared; `own` is what this one has.
+
+        Raises ManifestMismatchError where they disagree on a tensor.
+        """
+        self.device_types = {kind for declared in ranks for kind in declared.device_types}
+        self._whole_model = _on_meta(union_of(ranks))
+        self._manifest = Manifest(self._describe(()))
+
+    def holdings(self) -> Holdings:
+        """Return the parts that this rank declares."""
+        return Holdings(self._names(), self._boxes, self._parts, stays=self._listed is not None)
+
+    def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
+        """Return the parts, each with the name by which the tensor is sent."""
+        return self._names(), self._parts()
+
+    def _names(self) -> list[str]:
+        return [self._rename(said.name) for said in self._said]
+
+    def _parts(self) -> list[torch.Tensor]:
+        """Return the tensors of the parts as they are now, if those are the ones of `connect`."""
+        listed = self._declare()
+        same = are_holdings(listed) and len(listed) == len(self._said)
+        if not (same and self._listed and all(map(operator.is_, listed, self._listed))):
+            now = list(map(said_by, listed)) if are_holdings(listed) else []
+            check_same(self._said, now)
+        for one in listed:
+            check_readable(one.name, one.tensor, self._dtype)
+        return [one.tensor for one in listed]
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors without memory: the ranks make each when it is requested."""
+        self.parts = self._parts()  # an error here comes before any rank waits for another
+        try:
+            yield from self._whole_model
+        finally:
+            self.parts = ()
+
+
+def _on_meta(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (name, torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"))
+        for name, dtype, shape in tensors
+    ]
 
 
 class StateDictSource(IterableSource):
@@ -912,7 +1004,8 @@ def as_source(
 ) -> WeightSource:
     """Return a WeightSource for a module, a state dict, a callable, or a WeightSource.
 
-    Also for an object that an integration knows as the source of another system.
+    Also for a list of Holding, a callable that returns one, and an object that an integration knows
+    as the source of another system.
 
     Raises ConfigError for anything else, also for a generator: it is exhausted after one update.
     """
@@ -928,8 +1021,14 @@ def as_source(
         return source  # type: ignore[return-value]  # a protocol, checked by its members above
     if (made := provided("source")(source, dtype=dtype, rename=rename)) is not None:
         return cast("WeightSource", made)
+    if isinstance(source, list | tuple):
+        listed: Sequence[Holding] = source
+        return DeclaredSource(lambda: listed, dtype=dtype, rename=rename, stays=True)
     if callable(source):
-        return IterableSource(source, dtype=dtype, rename=rename)
+        first = source()
+        if are_holdings(first):
+            return DeclaredSource(source, dtype=dtype, rename=rename, first=first)
+        return IterableSource(source, dtype=dtype, rename=rename, first=first)
     raise ConfigError(
         f"cannot send from an object of {type(source).__name__}; give an nn.Module, a state dict, "
         "a WeightSource or a callable that returns fresh (name, tensor) pairs for every update"

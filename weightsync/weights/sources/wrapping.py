@@ -10,9 +10,11 @@ from typing import ClassVar, final
 import torch
 
 from weightsync.arguments import Dtype
+from weightsync.errors import ConfigError
 from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.sources.base import (
+    DeclaredSource,
     IterableSource,
     SourceExtras,
     WeightSource,
@@ -39,6 +41,11 @@ class WrappingSource(ABC):
 
     def __init__(self, source: object, *, dtype: Dtype | None = None) -> None:
         self.source: WeightSource = as_source(source, dtype=dtype)
+        if isinstance(self.source, DeclaredSource):
+            raise ConfigError(
+                f"a {type(self).__name__} cannot convert declared holdings, of which other ranks "
+                "have the rest; declare what is sent, and give the holdings to connect()"
+            )
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
