@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,8 +26,11 @@ from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
+from weightsync.weights.copying.reshard import inside
+from weightsync.weights.copying.shards import Slice, Span
 from weightsync.weights.sinks.module_sink import Rename, rename_with
 from weightsync.weights.sources.base import SourceExtras
+from weightsync.weights.sources.holdings import Cut, Holdings
 from weightsync.weights.sources.wrapping import WrappingSource
 
 ExpertLayout = Literal["qwen3_moe", "mixtral"]
@@ -130,6 +133,38 @@ class PerExpertSource(WrappingSource):
         pairs = zip(self.source.manifest.specs, stable, strict=True)
         return [part for spec, tensor in pairs for part in self._split(spec.name, tensor)]
 
+    def hold(self, held: Holdings) -> Holdings:
+        """Return the boxes of the experts, as views of the parts of fused tensors.
+
+        On the CPU they are copied: registration would move each view into shared memory alone.
+        """
+        stays = held.stays and all(tensor.device.type != "cpu" for tensor in held.tensors())
+        return held.cut(self._cut, stays=stays)
+
+    def _cut(self, name: str, box: Slice) -> Cut:
+        """Return the boxes of experts in a box of a fused tensor, and their views."""
+        names = self._names[name]
+        if name not in self._parts:
+            return Cut([(names[0], box)], lambda tensor: [tensor])
+        count = len(self._parts[name])
+        rows = box.shape[1] // count
+        shape = (rows, box.shape[2])
+        windows = [list(_window(box.spans[1], k * rows, (k + 1) * rows)) for k in range(count)]
+        experts = [expert for begin, end in box.spans[0] for expert in range(begin, end)]
+        parts: list[tuple[str, Slice]] = []
+        places: list[tuple[int, int, int]] = []
+        for i, expert in enumerate(experts):
+            for k, window in enumerate(windows):
+                for spans, at, length in window:
+                    parts.append((names[expert * count + k], Slice(shape, (spans, box.spans[2]))))
+                    places.append((i, at, length))
+
+        def views(tensor: torch.Tensor) -> list[torch.Tensor]:
+            held = tensor.unbind()
+            return [held[i].narrow(0, at, length) for i, at, length in places]
+
+        return Cut(parts, views)
+
     def _split(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         if name not in self._parts:
             return [tensor]
@@ -228,6 +263,20 @@ class FusedExpertsSource(WrappingSource):
             if self._last[fused.name] == name:
                 yield self._names[fused.name], making.pop(fused.name)
 
+    def hold(self, held: Holdings) -> Holdings:
+        """Return each box of an expert's tensor as a box of the fused one, without a copy."""
+
+        def cut(name: str, box: Slice) -> Cut:
+            place = self._places.get(name)
+            if place is None:
+                return Cut([(self._names[name], box)], lambda tensor: [tensor])
+            inner = inside(box, place.fused.shape, (place.expert, place.start, 0))
+            return Cut(
+                [(self._names[place.fused.name], inner)], lambda tensor: [tensor.unsqueeze(0)]
+            )
+
+        return held.cut(cut, stays=True)
+
     def _fuse_spec(self, spec: TensorSpec) -> Iterator[TensorSpec]:
         place = self._places.get(spec.name)
         if place is None:
@@ -235,6 +284,30 @@ class FusedExpertsSource(WrappingSource):
         elif self._last[place.fused.name] == spec.name:
             fused = place.fused
             yield TensorSpec(self._names[fused.name], fused.dtype, fused.shape)
+
+
+def _window(
+    spans: Sequence[Span], begin: int, end: int
+) -> Iterator[tuple[tuple[Span, ...], int, int]]:
+    """Yield the parts of spans that lie within `begin` and `end`: spans, local index, length.
+
+    The spans count from `begin`. Those of a part stand together in the local tensor.
+    """
+    found: list[Span] = []
+    start = at = 0
+    for first, last in spans:
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            place = at + low - first
+            if found and place != start + sum(b - a for a, b in found):
+                yield tuple(found), start, sum(b - a for a, b in found)
+                found = []
+            if not found:
+                start = place
+            found.append((low - begin, high - begin))
+        at += last - first
+    if found:
+        yield tuple(found), start, sum(b - a for a, b in found)
 
 
 def _layout(name: str) -> _Layout:

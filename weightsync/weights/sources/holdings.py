@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,6 +85,45 @@ class Holdings:
             if tensor.shape != shape:
                 raise _other_boxes([f"{name}: {list(tensor.shape)}, its box was {list(shape)}"])
             yield name, tensor
+
+    def renamed(self, rename: Callable[[str], str]) -> Holdings:
+        """Return the same boxes, of tensors with other names."""
+        return Holdings(
+            list(map(rename, self.names)),
+            self.boxes,
+            self._read,
+            gathered={rename(name): why for name, why in self.gathered.items()},
+            buffers=self.buffers,
+            stays=self.stays,
+        )
+
+    def cut(self, cutter: Callable[[str, Slice], Cut], *, stays: bool) -> Holdings:
+        """Return boxes of other tensors, in views of these.
+
+        `stays` says whether the memory of the views can be registered; only where these stay.
+        """
+        assert not self.gathered, "what is gathered has no box to cut"
+        cuts = [cutter(name, box) for name, box in zip(self.names, self.boxes, strict=True)]
+        listed = [part for cut in cuts for part in cut.parts]
+
+        def read() -> Iterator[torch.Tensor]:
+            for (_, tensor), cut in zip(self.pairs(), cuts, strict=True):
+                yield from cut.views(tensor)
+
+        return Holdings(
+            [name for name, _ in listed],
+            [box for _, box in listed],
+            read,
+            buffers=self.buffers,
+            stays=stays and self.stays,
+        )
+
+
+class Cut(NamedTuple):
+    """What becomes of one box: names and boxes, and a function that returns a view for each."""
+
+    parts: Sequence[tuple[str, Slice]]
+    views: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Places:

@@ -21,6 +21,7 @@ from weightsync.weights.sources.base import (
     as_source,
     checked,
 )
+from weightsync.weights.sources.holdings import Holdings
 
 
 class WrappingSource(ABC):
@@ -105,6 +106,26 @@ class WrappingSource(ABC):
         if stable is None:
             return [], []
         return [spec.name for spec in self.source.manifest.specs], stable
+
+    @final
+    def holdings(self) -> Holdings | None:
+        """Return what this rank holds of the tensors that are sent; None where `hold` is not there.
+
+        None too where some tensors of `source` have to be gathered: `convert` is given all of them.
+        """
+        if type(self).hold is WrappingSource.hold:
+            return None
+        held = SourceExtras(self.source).holdings()
+        return None if held is None or held.gathered else self.hold(held)
+
+    def hold(self, held: Holdings) -> Holdings | None:
+        """Return the holdings of what is sent, made of those of `source`.
+
+        Without it, all ranks make full tensors together. For a subclass that computes nothing:
+        `held.renamed(...)` gives its boxes other names, `held` itself is for a cast that the
+        manifest names.
+        """
+        return None
 
     @property
     def rounded(self) -> Mapping[str, str]:
