@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import weightsync as ws
 from tests.crew import Crew, crew
+from tests.weights.test_holdings import Told, assemble, differing, held_by, tell
 from weightsync.integrations.vllm.source import DescribedSource
 from weightsync.weights.sources.base import as_source
 
@@ -411,8 +412,8 @@ class Gathering(Owned):
             yield name, tensor if gather is None else gather()
 
 
-def sharded_stages(rank: int, shape: str) -> bool:
-    """Rank 0 holds one layer; ranks 1 and 2 hold another one together, in shards."""
+def stages_of(rank: int, shape: str) -> Either:
+    """Rank 0 holds all but one tensor; ranks 1 and 2 hold that one together, in shards."""
     full = weights()
     stage = torch.distributed.new_group([1, 2])
     model: dict[str, Any] = dict(full)
@@ -421,9 +422,13 @@ def sharded_stages(rank: int, shape: str) -> bool:
         model["b.w"] = distribute_tensor(full["b.w"], pair, [Shard(0)])
     names = [name for name in full if (name == "b.w") == bool(rank)]
     owners = {name: (1, 2) if name == "b.w" else (0,) for name in full}
-    source: Either = Described(model, names)
     if shape == "owned":
-        source = Gathering(model, owners.__getitem__, rank=rank)
+        return Gathering(model, owners.__getitem__, rank=rank)
+    return Described(model, names)
+
+
+def sharded_stages(rank: int, shape: str) -> bool:
+    source, full = stages_of(rank, shape), weights()
     held = Held()
     receiver = ws.WeightReceiver(held.load)
     with closing(receiver):
@@ -437,6 +442,37 @@ def sharded_stages(rank: int, shape: str) -> bool:
 @pytest.mark.parametrize("shape", ["held", "owned"])
 def test_a_stage_of_shards_is_gathered_by_its_ranks_and_broadcast(ranks: Crew, shape: str) -> None:
     assert ranks.run(sharded_stages, shape) == [True] * 3
+
+
+def told(rank: int, split: str, shape: str) -> tuple[Told, int]:
+    """Return what a rank tells of its part, in the third iteration, and how many there were."""
+    given = split_source(rank, split, shape)
+    source = as_source(given)
+    held = held_by(source)
+    list(held.pairs())
+    given.step = 3.0
+    return tell(source, held), given.passes
+
+
+@pytest.mark.parametrize("shape", ["held", "owned"])
+@pytest.mark.parametrize("split", ["by layer", "by name", "two hold all", "one says all"])
+def test_ranks_tell_which_tensors_they_hold(ranks: Crew, split: str, shape: str) -> None:
+    found = ranks.run(told, split, shape)
+    wanted = {name: tensor + 3 for name, tensor in weights().items()}
+    manifest = as_source(Described(weights())).manifest
+    assert differing(assemble(manifest, [one for one, _ in found]), wanted) == []
+    assert [passes for _, passes in found] == [3] * 3  # at connect, and once for each update
+
+
+def told_of_stages(rank: int, shape: str) -> Told:
+    return tell(as_source(stages_of(rank, shape)))
+
+
+@pytest.mark.parametrize("shape", ["held", "owned"])
+def test_ranks_tell_their_shards_of_a_stage(ranks: Crew, shape: str) -> None:
+    manifest = as_source(Described(weights())).manifest
+    found = ranks.run(told_of_stages, shape)
+    assert differing(assemble(manifest, found), weights()) == []
 
 
 def failing(rank: int, where: str) -> Any:
