@@ -85,7 +85,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py tests/vllm/parts.py Mak
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(if $(VLLM_PARTS),--force-reinstall) $(VLLM)
 	$(VLLM_BIN)/python tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet -r $(VLLM_VENV)/requirements.txt \
-		-e '.[server,ray,trl]' pytest pytest-timeout hypothesis psutil
+		-e '.[server,ray,trl,peft]' pytest pytest-timeout hypothesis psutil
 ifneq ($(VLLM_PARTS),)
 	$(VLLM_BIN)/python -m pip download --quiet --no-deps -d $(VLLM_VENV)/parts $(VLLM_PARTS)
 	$(VLLM_BIN)/python tests/vllm/parts.py $(VLLM_VENV)/parts/*.whl

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,15 @@ class Served:
     def post(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
         return requests.post(f"{self.url}/{path}", json=body, timeout=ANSWER_S)
 
-    def complete(self, tokens: int = TOKENS) -> tuple[list[int], list[float]]:
-        """Return the greedy continuation of PROMPT, and each token's log-probability."""
-        answer = self.post(
+    def request(
+        self, model: str, prompt: Sequence[int] = PROMPT, tokens: int = TOKENS
+    ) -> requests.Response:
+        """Return the answer to a request for a greedy continuation."""
+        return self.post(
             "v1/completions",
             {
-                "model": "tiny",
-                "prompt": PROMPT,
+                "model": model,
+                "prompt": list(prompt),
                 "max_tokens": tokens,
                 "temperature": 0,
                 "logprobs": 1,
@@ -57,6 +59,12 @@ class Served:
                 "return_token_ids": True,
             },
         )
+
+    def complete(
+        self, tokens: int = TOKENS, *, model: str = "tiny", prompt: Sequence[int] = PROMPT
+    ) -> tuple[list[int], list[float]]:
+        """Return a model's greedy continuation of a prompt, and each token's log-probability."""
+        answer = self.request(model, prompt, tokens)
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -83,11 +91,14 @@ def vllm_server(
     dev_mode: bool = True,
     apply: str | None = None,
     port: int | None = None,
+    options: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
     """Start a server on the model in `folder`, and end it with everything it started.
 
     `apply` is the value of its variable for the kind of update; None leaves it unset. Without
-    `backend` it has no engine for weights. `port` is for one that was started before.
+    `backend` it has no engine for weights. `port` is for one that was started before. `options` are
+    further ones of the command line, and `variables` of its environment.
     """
     port = port or _free_port()
     arguments = {
@@ -107,12 +118,14 @@ def vllm_server(
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0"}
     for name in _NOT_INHERITED:
         environment.pop(name, None)
+    environment |= variables or {}
     if apply is not None:
         environment["WEIGHTSYNC_VLLM_APPLY"] = apply
     if workers > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(n) for n in range(workers))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += [word for pair in arguments.items() for word in pair]
+    arguments |= options or {}
+    command += [word for pair in arguments.items() for word in pair if word]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, start_new_session=True

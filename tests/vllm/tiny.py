@@ -113,17 +113,19 @@ def change(model: torch.nn.Module, seed: int, names: str = "") -> None:
                 parameter.copy_(noise + 1 if parameter.dim() == 1 else noise)
 
 
-def expected(model: torch.nn.Module) -> tuple[list[int], list[float]]:
-    """Return the greedy continuation of PROMPT, and each token's log-probability."""
-    tokens = list(PROMPT)
+def expected(
+    model: torch.nn.Module, prompt: Sequence[int] = PROMPT, count: int = TOKENS
+) -> tuple[list[int], list[float]]:
+    """Return the greedy continuation of a prompt, and each token's log-probability."""
+    tokens = list(prompt)
     found: list[float] = []
     with torch.no_grad():
-        for _ in range(TOKENS):
+        for _ in range(count):
             logits = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
             best = int(logits.argmax())
             found.append(float(logits[best]))
             tokens.append(best)
-    return tokens[len(PROMPT) :], found
+    return tokens[len(prompt) :], found
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:

@@ -60,3 +60,16 @@ def _die_before(fatal: str) -> None:
         return request(control, verb, *args, **kwargs)
 
     cast(Any, VllmHttpControl).request = counted
+
+
+def send_adapter_until_killed(url: str, folder: str, seed: int) -> None:
+    """Send an adapter, and die when its next version is staged and not in use."""
+    from tests.vllm.adapted import adapt, train  # peft is needed by this victim alone
+
+    model = adapt(_load(folder))
+    with ws.connect(ws.AdapterSource(model, name="policy"), to=url, timeout_s=60) as sender:
+        train(model, seed)
+        sender.send_weights()
+        train(model, seed + 1)
+        _die_before("collective_rpc 2")
+        sender.send_weights()

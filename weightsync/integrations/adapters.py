@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
 from weightsync.specs import Manifest, TensorSpec
+from weightsync.transports.factory import Targets, TransportFactory
 from weightsync.weights.sources.base import ModuleSource
 from weightsync.weights.sources.wrapping import WrappingSource
 
@@ -205,3 +206,28 @@ class AdapterSource(WrappingSource):
                 " a server knows the config alone. Undo set_scale() or scale_layer(), or send the "
                 "merged model, with MergedSource"
             )
+
+
+def unload_adapter(
+    to: Targets,
+    name: str,
+    *,
+    token: str | None = None,
+    verify_tls: bool | str = True,
+    timeout_s: float = 30.0,
+) -> None:
+    """Have servers forget an adapter that was sent, with all of its versions.
+
+    Requests in flight end with it; later ones that name it are refused, until it is sent again.
+    Does nothing where it was not sent. `to`, `token`, `verify_tls` and `timeout_s` are as in
+    `connect`. Raises ConfigError for a target that cannot unload.
+    """
+    transports = TransportFactory(
+        token, verify_tls=verify_tls, timeout_s=timeout_s, below=adapter_path(name)
+    ).every(to)
+    try:
+        for transport in {id(transport.round): transport for transport in transports}.values():
+            transport.unload(timeout_s)
+    finally:
+        for transport in transports:
+            transport.close()

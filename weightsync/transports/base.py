@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from weightsync.errors import AuthError, ConnectError, ProtocolError, WeightSyncError
+from weightsync.errors import AuthError, ConfigError, ConnectError, ProtocolError, WeightSyncError
 from weightsync.wire.messages import Reply, Request
 
 
@@ -156,6 +156,13 @@ class BaseTransport(Counted, ABC):
         """
         return self
 
+    def unload(self, timeout_s: float) -> None:
+        """Have the server forget the receiver of this transport, which is below its URL.
+
+        Raises ConfigError where the server cannot.
+        """
+        raise ConfigError(f"{self.target}: this is no receiver that its server can unload")
+
     def check_access(self, timeout_s: float) -> None:
         """Raise AuthError where the receiver refuses this transport's token; changes nothing.
 
@@ -240,6 +247,14 @@ class WrappingTransport(BaseTransport):
         """Return the transport to the receiver at a path below; see BaseTransport."""
         below: Callable[[str], Transport] | None = getattr(self._inner, "below", None)
         return self if below is None else complete(below(path))
+
+    def unload(self, timeout_s: float) -> None:
+        """Have the server forget this receiver; see BaseTransport."""
+        unload: Callable[[float], None] | None = getattr(self._inner, "unload", None)
+        if unload is None:
+            super().unload(timeout_s)
+        else:
+            unload(timeout_s)
 
     def check_access(self, timeout_s: float) -> None:
         """Raise AuthError where the receiver refuses the token; see BaseTransport."""

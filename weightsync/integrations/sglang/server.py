@@ -346,6 +346,13 @@ class SglangTransport(BaseTransport):
         """Requests sent to the server."""
         return self._control.sent_messages
 
+    def below(self, path: str) -> BaseTransport:
+        """Raise ConfigError: adapters are sent to vLLM alone."""
+        raise ConfigError(
+            f"{self._target} is an SGLang server, which takes no {path}; send the merged model, "
+            "with MergedSource"
+        )
+
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Handle one request, with calls to the server where it needs them; see Transport.call."""
         self._check_open()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
+from weightsync.integrations.adapters import adapter_of
 from weightsync.integrations.vllm import names, rpc
 from weightsync.receiver import WeightReceiver
 from weightsync.update.lifecycle import ApplyChoice
@@ -33,6 +34,9 @@ from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402  # as above
 
 from weightsync.integrations.vllm.sink import VllmSink  # noqa: E402  # it imports vLLM, too
 
+if TYPE_CHECKING:
+    from weightsync.integrations.vllm.adapter_sink import WorkerAdapters
+
 APPLY_VARIABLE = "WEIGHTSYNC_VLLM_APPLY"
 """`auto`, `staged` or `in_place`. vLLM's configuration of an engine has no field for it."""
 
@@ -55,6 +59,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         self.receiver = WeightReceiver(VllmSink(model, vllm_config, device), apply=apply)
         self._request: Request | None = None
         self._reply: Reply | None = None
+        self._adapters: WorkerAdapters | None = None
         WorkerBase.weightsync = _answer_call
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -87,6 +92,19 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             self._handle(self._request)
         else:
             self.receiver.close(for_good=False)
+            if self._adapters is not None:
+                self._adapters.close()
+
+    def adapters(self, worker: Any) -> WorkerAdapters:
+        """Return the adapters of this worker. Raises ConfigError for an engine without LoRA."""
+        if self._adapters is None:
+            names.require("adapters", "it takes no adapters")
+            from weightsync.integrations.vllm.adapter_sink import (  # noqa: PLC0415  # as it needs them
+                WorkerAdapters,
+            )
+
+            self._adapters = WorkerAdapters(worker.model_runner)
+        return self._adapters
 
     def _handle(self, request: Request) -> None:
         """Dispatch the sender's request, if this is inside its RPC, else `request`."""
@@ -147,10 +165,39 @@ def _answer_call(worker: Any, text: str) -> dict[str, Any]:
         if not isinstance(engine, WeightsyncEngine):
             raise ConfigError("this worker's weight transfer engine is not weightsync's")
         rank, world = _place(engine.vllm_config)
+        if round_.below:
+            return _answer_adapter(round_, engine, engine.adapters(worker), rank=rank, world=world)
         answer = partial(engine.answer, worker)
         return rpc.answer_round(round_, engine.receiver, answer, rank=rank, world=world)
     except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
         return rpc.encode_refusal(exc)
+
+
+def _answer_adapter(
+    round_: rpc.Round, engine: WeightsyncEngine, adapters: WorkerAdapters, *, rank: int, world: int
+) -> dict[str, Any]:
+    """Answer a round to the receiver of an adapter, in one worker."""
+    name, kept = adapter_of(round_.below), round_.kept
+    if kept is None:
+        raise ConfigError(
+            "the engine of this vLLM does not tell which versions of adapters its requests use: "
+            "the plug-in of weightsync does not know this version of vLLM, or was not loaded"
+        )
+    if round_.unload:
+        adapters.unload(name)
+        adapters.prune(kept)
+        return rpc.answer_round(
+            round_, engine.receiver, engine.receiver.dispatch, rank=rank, world=world
+        )
+
+    def versions() -> list[str]:
+        adapters.prune(kept)
+        return adapters.versions(name)
+
+    receiver = adapters.receiver(name)
+    return rpc.answer_round(
+        round_, receiver, receiver.dispatch, rank=rank, world=world, versions=versions
+    )
 
 
 def _place(vllm_config: Any) -> tuple[int, int]:

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 TESTED = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """The versions of vLLM against which the tests were run; see docs/vllm.md."""
 
-Part = Literal["updates", "pauses", "trainer", "engines"]
+Part = Literal["updates", "pauses", "trainer", "engines", "adapters", "models"]
 """What cannot work without the names: a worker's engine, the end of a dead trainer's pause, vLLM's
-trainer API, and an engine without a server."""
+trainer API, an engine without a server, adapters, and their names in requests."""
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
@@ -129,6 +129,71 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
             "AsyncLLM.resume_generation",
             "AsyncLLM.update_weight_version",
         ),
+    },
+    "adapters": {
+        "vllm.config.lora": ("LoRAConfig.lora_dtype", "LoRAConfig.max_lora_rank"),
+        "vllm.lora.layers.base_linear": ("BaseLinearLayerWithLoRA.base_layer",),
+        "vllm.lora.lora_model": (
+            "LoRAModel.clone",
+            "LoRAModel.from_lora_tensors",
+            "LoRAModel.loras",
+        ),
+        "vllm.lora.lora_weights": (
+            "LoRALayerWeights.lora_a",
+            "LoRALayerWeights.lora_b",
+            "LoRALayerWeights.rank",
+        ),
+        "vllm.lora.model_manager": (
+            "LoRAModelManager.model",
+            "LoRAModelManager.modules",
+            "LoRAModelManager.packed_modules",
+        ),
+        "vllm.lora.peft_helper": ("PEFTHelper.from_dict", "PEFTHelper.validate_legal"),
+        "vllm.lora.request": (
+            "LoRARequest.lora_int_id",
+            "LoRARequest.lora_name",
+            "LoRARequest.lora_path",
+        ),
+        "vllm.lora.utils": ("parse_fine_tuned_lora_name",),
+        "vllm.lora.worker_manager": (
+            "WorkerLoRAManager._adapter_manager",
+            "WorkerLoRAManager._load_adapter",
+            "WorkerLoRAManager.lora_config",
+            "WorkerLoRAManager.max_position_embeddings",
+            "WorkerLoRAManager.remove_adapter",
+            "WorkerLoRAManager.vocab_size",
+        ),
+        "vllm.model_executor.layers.linear": (
+            "LinearBase.input_size",
+            "LinearBase.output_size",
+            "MergedColumnParallelLinear.output_sizes",
+            "QKVParallelLinear.head_size",
+            "QKVParallelLinear.output_sizes",
+            "QKVParallelLinear.total_num_kv_heads",
+        ),
+        "vllm.model_executor.layers.vocab_parallel_embedding": (
+            "VocabParallelEmbedding.embedding_dim",
+            "VocabParallelEmbedding.org_vocab_size",
+        ),
+        "vllm.v1.core.sched.scheduler": ("Scheduler.requests",),
+        "vllm.v1.engine": ("EngineCoreRequest.lora_request", "EngineCoreRequest.request_id"),
+        "vllm.v1.engine.core": (
+            "EngineCore.add_lora",
+            "EngineCore.add_request",
+            "EngineCore.collective_rpc",
+            "EngineCore.preprocess_add_request",
+            "EngineCore.scheduler",
+        ),
+        "vllm.v1.request": ("Request.lora_request",),
+        "vllm.v1.worker.lora_model_runner_mixin": ("LoRAModelRunnerMixin.lora_manager",),
+    },
+    "models": {
+        "vllm.entrypoints.openai.models.serving": (
+            "OpenAIServingModels.is_base_model",
+            "OpenAIServingModels.lora_requests",
+        ),
+        "vllm.v1.engine.async_llm": ("AsyncLLM.collective_rpc",),
+        "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.add_request"),
     },
 }
 """Modules of vLLM, and what is used of each: a name, or a class and its member."""

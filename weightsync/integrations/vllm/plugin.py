@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from weightsync.errors import BackendUnavailableError, MissingExtraError, install_hint
-from weightsync.integrations.vllm import names, pauses
+from weightsync.integrations.vllm import adapter_models, adapter_versions, names, pauses
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -27,6 +27,7 @@ def register() -> None:
     names.note_version()
     names.warn("updates", "a server with weightsync's engine does not start")
     _guard_pauses()
+    _serve_adapters()
     with suppress(ValueError):  # already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "weightsync.integrations.vllm.engine", "WeightsyncEngine"
@@ -65,3 +66,22 @@ def _guard_pauses() -> None:
     pauses.install(
         EngineCore, utility=EngineCoreRequestType.UTILITY, refused=RequestStatus.FINISHED_ERROR
     )
+
+
+def _serve_adapters() -> None:
+    """Have the engine core and the API server know the adapters that trainers send."""
+    if not names.warn("adapters", "it takes no adapters from trainers"):
+        return
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  # as above
+
+    adapter_versions.install(EngineCore)
+    if not names.warn("models", "its server does not show adapters as models"):
+        return
+    from vllm.entrypoints.openai.models.serving import (  # noqa: PLC0415  # as above
+        OpenAIServingModels,
+    )
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  # as above
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415  # as above
+
+    adapter_models.install(AsyncLLM, OpenAIServingModels)
+    adapter_models.install_offline(LLMEngine)

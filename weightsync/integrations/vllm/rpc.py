@@ -40,6 +40,10 @@ class Round(
     which the workers know that sender, by rank ("" where none is known yet). Empty: the pause is
     over, or will not come. None: no change. `watched` requests from each worker whether that sender
     lives.
+
+    `below` is the path of an adapter, to whose receivers the calls go; with `unload` the adapter is
+    removed. `kept` are the versions of all adapters that workers keep: the engine sets it, which
+    knows what its requests use. None: no engine of ours passed this round on.
     """
 
     nonce: str
@@ -47,6 +51,9 @@ class Round(
     owner: str = ""
     holds: dict[int, str] | None = None
     watched: dict[int, str] = {}
+    below: str = ""
+    unload: bool = False
+    kept: list[str] | None = None
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +61,8 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     `may_generate`: its weights are one whole version. `sender_lives` answers `watched`. `paused`:
     generation was paused before this round. `held`: by a sender's pause, which the sender of this
-    round may end. The engine's PauseGuard sets both; without a guard `paused` is None.
+    round may end. The engine's PauseGuard sets both; without a guard `paused` is None. `versions`:
+    those that this worker holds of an adapter, by vLLM's path of each, the newest last.
     """
 
     nonce: str
@@ -69,6 +77,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     sender_lives: bool = True
     reply: str | None = None
     problem: str | None = None
+    versions: list[str] = []
 
 
 def lacks_engine(text: str) -> bool:
@@ -99,10 +108,11 @@ def answer_round(
     *,
     rank: int,
     world: int,
+    versions: Callable[[], list[str]] = list,
 ) -> dict[str, Any]:
     """Answer a round in one worker, whose request `handle` handles; return plain data.
 
-    An error of the request is part of the answer.
+    An error of the request is part of the answer. `versions` is called after the request.
     """
     call, reply, wrong = sent.calls.get(rank), None, None
     if call is not None:
@@ -123,9 +133,15 @@ def answer_round(
         sender_lives=not watched or receiver.sender_alive(watched),
         reply=reply,
         problem=wrong,
+        versions=versions(),
     )
     plain: dict[str, Any] = msgspec.to_builtins(answer)
     return plain
+
+
+def is_refusal(result: object) -> bool:
+    """Whether a worker's answer is that of a round that it could not decode."""
+    return isinstance(result, dict) and set(result) - {"paused", "held"} == {"problem"}
 
 
 def encode_refusal(exc: Exception) -> dict[str, str]:
@@ -141,7 +157,7 @@ def decode_answers(sent: Round, results: object, *, peer: str) -> list[WorkerAns
     """
     plain = results if isinstance(results, list) else []
     for result in plain:
-        if isinstance(result, dict) and set(result) - {"paused", "held"} == {"problem"}:
+        if is_refusal(result):
             wrong = msgspec.json.decode(result["problem"], type=problem.Problem)
             raise problem.from_problem(wrong, peer=peer)
     try:

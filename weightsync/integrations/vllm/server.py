@@ -194,11 +194,15 @@ class _Hold(enum.Enum):
 class VllmServer:
     """Sends rounds to all workers of one server, and pauses it for updates."""
 
+    below = ""
+    """The path of the receivers below the server; empty for those of the model itself."""
+
     def __init__(
         self, control: VllmControl, *, timeout_s: float, whole: VllmServerTransport | None = None
     ) -> None:
         self.control = control
         self._whole = whole
+        self._adapters: dict[str, VllmAdapter] = {}
         self._owner = secrets.token_hex(8)
         self._senders: dict[int, str] = {}
         self._answers = self._run_round({}, timeout_s=timeout_s)
@@ -258,6 +262,17 @@ class VllmServer:
             if self._whole is None:
                 self._whole = VllmServerTransport(self)
             return self._whole
+
+    def adapter(self, path: str) -> VllmAdapter:
+        """Return the receivers of an adapter in all workers, the same object in each call."""
+        with self._gathered:
+            if path not in self._adapters:
+                self._adapters[path] = VllmAdapter(self.control, path, timeout_s=_MEND_S)
+            return self._adapters[path]
+
+    def again(self, *, timeout_s: float, whole: VllmServerTransport) -> VllmServer:
+        """Return the same receivers with the workers that the server has now."""
+        return VllmServer(self.control, timeout_s=timeout_s, whole=whole)
 
     def close_one(self) -> None:
         """Note that a worker's transport closed. After the last one, close the control."""
@@ -456,9 +471,47 @@ class VllmServer:
             rank: Call(call=CALL_OF[type(request)], body=codec.encode(request).decode())
             for rank, request in requests.items()
         }
-        sent = Round(nonce=secrets.token_hex(8), calls=calls, owner=self._owner, holds=holds)
+        return self._exchange(
+            Round(
+                nonce=secrets.token_hex(8),
+                calls=calls,
+                owner=self._owner,
+                holds=holds,
+                below=self.below,
+            ),
+            timeout_s,
+        )
+
+    def _exchange(self, sent: Round, timeout_s: float) -> list[WorkerAnswer]:
         results = self.control.rpc(vllm_rpc.encode_round(sent), timeout_s=timeout_s)
         return vllm_rpc.decode_answers(sent, results, peer=self.control.target)
+
+
+class VllmAdapter(VllmServer):
+    """Sends rounds to the receivers of one adapter in all workers, which need no pause."""
+
+    def __init__(
+        self,
+        control: VllmControl,
+        path: str,
+        *,
+        timeout_s: float,
+        whole: VllmServerTransport | None = None,
+    ) -> None:
+        self.below = path
+        super().__init__(control, timeout_s=timeout_s, whole=whole)
+
+    def again(self, *, timeout_s: float, whole: VllmServerTransport) -> VllmServer:
+        """Return the same receivers with the workers that the server has now."""
+        return VllmAdapter(self.control, self.below, timeout_s=timeout_s, whole=whole)
+
+    def unload(self, timeout_s: float) -> None:
+        """Have all workers forget the adapter."""
+        sent = Round(nonce=secrets.token_hex(8), below=self.below, unload=True)
+        self._exchange(sent, timeout_s)
+
+    def _run(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
+        return self._send(requests, timeout_s)
 
 
 class _Gathering:
@@ -476,7 +529,7 @@ class VllmWorkerTransport(BaseTransport):
     """
 
     def __init__(self, server: VllmServer, rank: int) -> None:
-        name = server.control.target
+        name = server.control.target + (f"/{server.below}" if server.below else "")
         super().__init__(name if server.workers == 1 else f"{name}#worker-{rank}")
         self._server = server
         self._rank = rank
@@ -503,6 +556,19 @@ class VllmWorkerTransport(BaseTransport):
             raise ProtocolError(f"{self._target}: its worker got a request and returned no reply")
         return codec.decode_reply(CALL_OF[type(request)], answer.reply.encode())
 
+    def below(self, path: str) -> VllmWorkerTransport:
+        """Return the transport to this worker's receiver of an adapter, in place of this one."""
+        server = self._server.adapter(path)
+        super().close()  # the connections go on
+        return VllmWorkerTransport(server, self._rank)
+
+    def unload(self, timeout_s: float) -> None:
+        """Have the server forget the adapter whose receiver this is; see BaseTransport."""
+        if not isinstance(self._server, VllmAdapter):
+            super().unload(timeout_s)
+            return
+        self._server.unload(timeout_s)
+
     def close(self) -> None:
         """Refuse further calls; with the server's last worker, close its connections."""
         if not self._closed:
@@ -516,6 +582,7 @@ class VllmServerTransport(BaseTransport):
     def __init__(self, server: VllmServer) -> None:
         super().__init__(server.control.target)
         self._control = server.control
+        self._again = server.again
         self.paths = worker_paths(server.workers)
 
     @property
@@ -532,13 +599,13 @@ class VllmServerTransport(BaseTransport):
         """Return the status of the first worker. Raises ProtocolError for other requests."""
         if not isinstance(request, StatusRequest):
             raise ProtocolError(f"{self._target}: only its workers handle this request")
-        server = VllmServer(self._control, timeout_s=timeout_s, whole=self)
+        server = self._again(timeout_s=timeout_s, whole=self)
         status = VllmWorkerTransport(server, 0).call(request, timeout_s=timeout_s)
         return msgspec.structs.replace(status, workers=list(worker_paths(server.workers)))
 
     def expand(self, paths: Sequence[str]) -> list[VllmWorkerTransport]:
         """Return a transport to every worker; see Transport."""
-        server = VllmServer(self._control, timeout_s=_MEND_S, whole=self)
+        server = self._again(timeout_s=_MEND_S, whole=self)
         if worker_paths(server.workers) != tuple(paths):
             raise ConnectError(f"{self._target} was restarted meanwhile; connect again")
         return [VllmWorkerTransport(server, rank) for rank in range(server.workers)]

@@ -1,0 +1,179 @@
+"""Adapters as models of vLLM's OpenAI API: `policy`, and `policy@7` for a version of it.
+
+Runs in the process of the API server, which looks a request's model up by name. What the engine
+holds is in the answers to each round of a sender, which pass through this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.integrations.adapters import adapter_of, adapter_path
+from weightsync.integrations.vllm import rpc as vllm_rpc
+from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of, request_of
+from weightsync.integrations.vllm.adapter_versions import SERVED
+
+
+class SentAdapters:
+    """The versions that the engine of one API server holds, by adapter, the one in use last."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, list[str]] = {}
+        self.models: Any = None
+
+    def find(self, model: object) -> AdapterPath | None:
+        """Return what a model's name names, if the engine holds it."""
+        wanted = path_of(model) if isinstance(model, str) else None
+        if wanted is None:
+            return None
+        paths = map(AdapterPath.parse, self.served.get(wanted.name, ()))
+        return wanted if any(map(wanted.takes, paths)) else None
+
+    def all(self) -> Iterator[AdapterPath]:
+        """Yield every adapter, and every version of it, once."""
+        for name, paths in self.served.items():
+            yield AdapterPath(name)
+            for version in dict.fromkeys(AdapterPath.parse(path).version for path in paths):
+                yield AdapterPath(name, version)
+
+    def refuse_taken(self, name: str) -> None:
+        """Raise ConfigError for the name of the base model, or of an adapter from a file."""
+        models = self.models
+        if models is None:
+            return
+        if models.is_base_model(name):
+            raise ConfigError(f"{name!r} is the name of the base model of this server")
+        if isinstance(models.lora_requests, LoraRequests) and name in models.lora_requests.files:
+            raise ConfigError(
+                f"{name!r} is the name of an adapter that this server loaded from a file; unload "
+                "it (/v1/unload_lora_adapter), or send by another name"
+            )
+
+
+class LoraRequests(MutableMapping[str, Any]):
+    """vLLM's LoRARequests by model name: its own, of files, and those of adapters that are sent."""
+
+    def __init__(self, files: dict[str, Any], sent: SentAdapters, engine: Any) -> None:
+        self.files = files
+        self._sent = sent
+        self._engine = engine
+        self._unloads: set[asyncio.Task[Any]] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.files:
+            return self.files[name]
+        path = self._sent.find(name)
+        if path is None:
+            raise KeyError(name)
+        return request_of(path)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.files
+        yield from (path.model for path in self._sent.all())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, name: str, request: Any) -> None:
+        if name not in self.files and self._sent.find(name) is not None:
+            raise ConfigError(f"the adapter {name!r} is sent by a trainer; unload it first")
+        self.files[name] = request
+
+    def __delitem__(self, name: str) -> None:
+        """Unload an adapter: one that is sent, with all of its versions."""
+        if name in self.files:
+            del self.files[name]
+            return
+        path = self._sent.find(name)
+        if path is None:
+            raise KeyError(name)
+        if path.version is not None:
+            raise ConfigError(f"{name!r} is one version of an adapter; unload {path.name!r}")
+        self._sent.served.pop(path.name, None)
+        sent = vllm_rpc.Round(
+            nonce=secrets.token_hex(8), below=adapter_path(path.name), unload=True
+        )
+        task = asyncio.get_running_loop().create_task(
+            self._engine.collective_rpc(vllm_rpc.METHOD, None, (vllm_rpc.encode_round(sent),))
+        )
+        self._unloads.add(task)  # the loop itself keeps a weak reference
+        task.add_done_callback(self._unloads.discard)
+
+
+def _sent_of(engine: Any) -> SentAdapters:
+    if not hasattr(engine, "_weightsync_adapters"):
+        engine._weightsync_adapters = SentAdapters()
+    found: SentAdapters = engine._weightsync_adapters
+    return found
+
+
+async def _pass_on(call: Callable[[], Awaitable[Any]], engine: Any, text: object) -> Any:
+    """Pass a round on to the engine, and note what that answers of its adapters."""
+    sent = _sent_of(engine)
+    try:
+        round_ = vllm_rpc.decode_round(text)
+        if round_.below and not round_.unload:
+            sent.refuse_taken(adapter_of(round_.below))
+    except (ProtocolError, ConfigError) as exc:
+        return [vllm_rpc.encode_refusal(exc)]
+    results = await call()
+    for result in results if isinstance(results, list) else ():
+        served = result.pop(SERVED, None) if isinstance(result, dict) else None
+        if served is not None:
+            sent.served = served
+    return results
+
+
+def install(client: Any, models: Any) -> None:
+    """Have the classes AsyncLLM and OpenAIServingModels know the adapters that are sent.
+
+    Idempotent. Raises AttributeError where they have not what is wrapped.
+    """
+    if hasattr(client, "weightsync_adapters"):
+        return
+    rpc, make = client.collective_rpc, models.__init__
+
+    @functools.wraps(rpc)
+    async def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(rpc, self, method, *args, **kwargs)
+        given = args[1] if len(args) > 1 else kwargs.get("args", ())
+        if method != vllm_rpc.METHOD or len(given) != 1:
+            return await call()
+        return await _pass_on(call, self, given[0])
+
+    @functools.wraps(make)
+    def init(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, engine_client, *args, **kwargs)
+        sent = _sent_of(engine_client)
+        sent.models = self
+        self.lora_requests = LoraRequests(self.lora_requests, sent, engine_client)
+
+    client.collective_rpc, models.__init__ = collective_rpc, init
+    client.weightsync_adapters = _sent_of
+
+
+def install_offline(engine: Any) -> None:
+    """Have the class LLMEngine forget a request that its engine refuses.
+
+    It notes a request before it gives it to the engine, and would wait for one that is refused.
+    Idempotent. Raises AttributeError where the class has not what is wrapped.
+    """
+    if hasattr(engine, "weightsync_adapters"):
+        return
+    add = engine.add_request
+
+    @functools.wraps(add)
+    def add_request(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return add(self, request_id, *args, **kwargs)
+        except ConfigError:  # of the versions of an adapter; vLLM raises none
+            self.abort_request([request_id])
+            raise
+
+    engine.add_request = add_request
+    engine.weightsync_adapters = True

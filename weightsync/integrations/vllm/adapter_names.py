@@ -1,0 +1,87 @@
+"""vLLM's names of the versions of an adapter: the path, the id and the name of a LoRARequest.
+
+vLLM tells adapters apart by these three: cached blocks by name and path, tables of workers by id,
+and the adapters of one step by name. So each version has its own, made of what it holds: two
+versions never share a block, and a version that is sent again has those that it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.errors import ConfigError
+
+SCHEME = "weightsync://"
+
+_PATH = re.compile(r"weightsync://([A-Za-z0-9][\w.-]{0,127})(?:/v(\d{1,19})(?:/([0-9a-f]{16}))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPath:
+    """An adapter, a `version` of it, or with its `digest` the weights themselves.
+
+    Without a version it is the one in use, without a digest the newest of that number.
+    """
+
+    name: str
+    version: int | None = None
+    digest: str = ""
+
+    @classmethod
+    def parse(cls, path: str) -> AdapterPath:
+        """Return what a path names. Raises ConfigError for another path."""
+        found = _PATH.fullmatch(path)
+        if found is None:
+            raise ConfigError(f"{path!r:.120} is no adapter of weightsync: {SCHEME}NAME[/vVERSION]")
+        name, version, digest = found.groups()
+        return cls(name, None if version is None else int(version), digest or "")
+
+    def __str__(self) -> str:
+        parts = [self.name, *([] if self.version is None else [f"v{self.version}"])]
+        return SCHEME + "/".join([*parts, self.digest] if self.digest else parts)
+
+    @property
+    def model(self) -> str:
+        """The name of the model in requests: `policy`, or `policy@7`."""
+        return self.name if self.version is None else f"{self.name}@{self.version}"
+
+    @property
+    def id(self) -> int:
+        """A number for vLLM's tables. Small ones are those of adapters from files."""
+        digest = hashlib.blake2b(str(self).encode(), digest_size=8).digest()
+        return 1 << 61 | int.from_bytes(digest) >> 3
+
+    def takes(self, other: AdapterPath) -> bool:
+        """Whether `other` is what this path names."""
+        return (
+            self.name == other.name
+            and self.version in (None, other.version)
+            and self.digest in ("", other.digest)
+        )
+
+
+def path_of(model: str) -> AdapterPath | None:
+    """Return what a model's name in a request names: `policy` or `policy@7`; None for others."""
+    name, at, version = model.partition("@")
+    text = f"{SCHEME}{name}/v{version}" if at else SCHEME + name
+    return AdapterPath.parse(text) if _PATH.fullmatch(text) else None
+
+
+def request_of(path: AdapterPath) -> Any:
+    """Return vLLM's LoRARequest for an adapter."""
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415  # the senders' side has no vLLM
+
+    return LoRARequest(lora_name=path.model, lora_int_id=path.id, lora_path=str(path))
+
+
+def adapter_request(name: str, version: int | None = None) -> Any:
+    """Return a LoRARequest for `LLM.generate`: of an adapter that is sent, or a version of it.
+
+    Without a version each request uses the one that is in use when the engine accepts it.
+    """
+    path = AdapterPath(name, version)
+    AdapterPath.parse(str(path))
+    return request_of(path)

@@ -1,0 +1,354 @@
+"""The adapters of one vLLM worker: each a receiver, whose commits vLLM's LoRA manager loads from.
+
+vLLM loads an adapter from the path of its LoRARequest, when a step first needs it and again after
+it was evicted. For our paths that is the memory of this process: an adapter is built while its
+update is staged, and a commit only makes it available. It needs no pause, because no request uses a
+version before the engine has heard from all workers that they hold it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from weightsync.errors import ConfigError, ManifestMismatchError, shorten
+from weightsync.integrations.adapters import CONFIG_NAME, config_spec, decode_config, unsupported
+from weightsync.integrations.vllm.adapter_names import AdapterPath
+from weightsync.integrations.vllm.adapter_versions import is_ours
+from weightsync.receiver import WeightReceiver
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.tensors import from_bytes
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import Apply, LoadTarget, WeightSink
+
+_ON_CPU = torch.device("cpu")
+_START = "start it with --enable-lora (enable_lora=True), and --max-lora-rank of the adapter's rank"
+
+
+class WorkerAdapters:
+    """The adapters of one worker, by name, and the versions that it holds of each.
+
+    `manager` is vLLM's LoRA manager of the worker. Raises ConfigError for an engine without LoRA,
+    or with LoRA in the vision tower, whose cached images do not tell versions apart.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        manager = getattr(runner, "lora_manager", None)
+        if manager is None:
+            raise ConfigError(f"this vLLM was started without LoRA and takes no adapter; {_START}")
+        if getattr(manager.lora_config, "enable_tower_connector_lora", False):
+            raise ConfigError(
+                "this vLLM was started with enable_tower_connector_lora: it caches images by the "
+                "name of an adapter alone, so that a new version would use those of the one before"
+            )
+        self._manager = manager
+        self._receivers: dict[str, WeightReceiver] = {}
+        self._held: dict[str, Held] = {}
+        self._current: dict[str, str] = {}
+        load = manager._load_adapter
+
+        @functools.wraps(load)
+        def load_adapter(request: Any) -> Any:
+            return self._load(request) if is_ours(request) else load(request)
+
+        manager._load_adapter = load_adapter
+
+    def receiver(self, name: str) -> WeightReceiver:
+        """Return the receiver of an adapter; the first call makes it."""
+        if name not in self._receivers:
+            sink = AdapterSink(self._manager)
+
+            def commit(version: int) -> None:
+                self._commit(name, version, sink.take())
+
+            self._receivers[name] = WeightReceiver(sink, apply="staged", on_commit=commit)
+        return self._receivers[name]
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; the versions that requests use go with the next `prune`."""
+        receiver = self._receivers.pop(name, None)
+        self._current.pop(name, None)
+        if receiver is not None:
+            receiver.close()
+
+    def prune(self, kept: Collection[str]) -> None:
+        """Drop all versions but these, and the one that each receiver holds."""
+        stay = {*kept, *self._current.values()}
+        for path in [path for path in self._held if path not in stay]:
+            self._manager.remove_adapter(self._held.pop(path).path.id)
+
+    def versions(self, name: str) -> list[str]:
+        """Return the paths of the versions that are held of an adapter, the newest last."""
+        return [path for path, held in self._held.items() if held.path.name == name]
+
+    def close(self) -> None:
+        """End the updates of all receivers, and close what they opened."""
+        for receiver in self._receivers.values():
+            receiver.close(for_good=False)
+
+    def _commit(self, name: str, version: int, built: Built) -> None:
+        path = AdapterPath(name, version, built.digest)
+        self._held.pop(str(path), None)  # the newest is the last
+        self._held[str(path)] = Held(path, built.model)
+        self._current[name] = str(path)
+
+    def _load(self, request: Any) -> LoRAModel:
+        """Return the adapter of a request, in tensors of its own: vLLM multiplies its scale in."""
+        held = self._held.get(request.lora_path)
+        if held is None:
+            raise ConfigError(
+                f"{request.lora_path!r:.120} is not held by this worker; it holds "
+                f"{shorten(list(self._held)) or 'no adapter'}"
+            )
+        return cloned(held.model, request.lora_int_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An adapter as vLLM wants it, whose scale is not multiplied in, and a digest of its bytes."""
+
+    model: LoRAModel
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One version of an adapter. `model` is never given to vLLM itself."""
+
+    path: AdapterPath
+    model: LoRAModel
+
+
+def cloned(model: LoRAModel, adapter_id: int) -> LoRAModel:
+    """Return a copy of an adapter with tensors of its own."""
+    made = model.clone(adapter_id)
+    for name, layer in made.loras.items():
+        made.loras[name] = own = copy.copy(layer)
+        own.lora_a, own.lora_b = layer.lora_a.clone(), layer.lora_b.clone()
+    return made
+
+
+class AdapterSink(WeightSink):
+    """Takes the tensors of a PEFT checkpoint and its config, and builds vLLM's LoRAModel of them.
+
+    Before any byte moves, names and shapes are compared with the layers to which vLLM adds LoRA.
+    What only the config tells is refused when the update is staged.
+    """
+
+    verification = "arrived"
+    casts = True
+    fetchable = False
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._built: Built | None = None
+        self._fitting = ""
+
+    @property
+    def device(self) -> torch.device:
+        """The host: vLLM copies an adapter to its device when a step needs it."""
+        return _ON_CPU
+
+    def difference(self, offered: Manifest) -> ManifestDifference:
+        """Return no difference. Raises ManifestMismatchError for what this vLLM does not take."""
+        if offered.digest != self._fitting:  # an update asks more than once
+            config_spec(offered)
+            _Check(self._manager).check(offered)
+            self._fitting = offered.digest
+        return ManifestDifference()
+
+    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
+        """Stage the stream until `commit`."""
+        self.difference(layout.manifest)
+        return _AdapterTarget(self, layout)
+
+    def staged_nbytes(self, layout: StreamLayout) -> int:
+        """The stream, and the adapter that is built of it."""
+        return 2 * layout.nbytes
+
+    def build(self, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
+        """Build the adapter of an update. Raises ConfigError for a config that vLLM refuses."""
+        config = decode_config(bytes(tensors[CONFIG_NAME].tolist()))
+        if refused := unsupported(config):
+            raise ConfigError(f"vLLM does not compute {', '.join(refused)}")
+        manager = self._manager
+        model = manager._adapter_manager.model
+        positions = {"vllm_max_position_embeddings": manager.max_position_embeddings}
+        try:
+            helper = PEFTHelper.from_dict(config | positions)
+            helper.validate_legal(manager.lora_config)
+            built = LoRAModel.from_lora_tensors(
+                1,
+                {name: tensor for name, tensor in tensors.items() if name != CONFIG_NAME},
+                helper,
+                device="cpu",
+                dtype=manager.lora_config.lora_dtype,
+                model_vocab_size=manager.vocab_size,
+                weights_mapper=renames_of(model),
+                skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+            )
+        except (ValueError, RuntimeError, TypeError) as exc:
+            raise ConfigError(f"vLLM refuses this adapter: {exc}") from exc
+        other = [
+            f"{name} (rank {layer.rank}, tensors of rank {layer.lora_a.shape[0]})"
+            for name, layer in built.loras.items()
+            if layer.rank != layer.lora_a.shape[0]
+        ]
+        if other:
+            raise ConfigError(f"the config has other ranks than the tensors: {shorten(other)}")
+        self._built = Built(built, digest)
+
+    def take(self) -> Built:
+        """Return the adapter that was built last."""
+        built, self._built = self._built, None
+        assert built is not None  # a commit follows a build
+        return built
+
+
+def renames_of(model: Any) -> Any:
+    """Return how a model of vLLM renames the layers of a checkpoint; None where it does not."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    only_renames = getattr(mapper, "get_rename_mapper", None)
+    return mapper if only_renames is None else only_renames()
+
+
+class _AdapterTarget(LoadTarget):
+    """Stages the stream of an adapter; what is built of it has its own memory."""
+
+    users_own = False
+
+    def __init__(self, sink: AdapterSink, layout: StreamLayout) -> None:
+        self._sink = sink
+        self._specs = layout.manifest.specs
+        self._digest = layout.manifest.digest
+        self._flat = arena.allocate(layout.nbytes, _ON_CPU)
+        memory = Memory.of_stream(layout, self._flat)
+        self.memory: Memory = memory
+        self.peak_extra_nbytes = sink.staged_nbytes(layout)
+
+    def validate(self) -> None:
+        """Build the adapter: what vLLM refuses ends the update before its commit."""
+        digest = xxhash.xxh3_64(self._digest.encode())
+        tensors = {}
+        for spec, flat in zip(self._specs, self.memory.tensors, strict=True):
+            digest.update(flat.numpy().data)
+            tensors[spec.name] = from_bytes(flat.clone(), spec)
+        self._sink.build(tensors, digest.hexdigest())
+
+    def commit(self) -> None:
+        """Do nothing: the receiver's `on_commit` takes what was built."""
+
+
+_OF_ADAPTER = re.compile(r"\.lora_([AB])\.weight|\.lora_embedding_([AB])")
+
+
+class _Check:
+    """Compares the tensors of an adapter with the layers to which this worker's vLLM adds LoRA."""
+
+    def __init__(self, manager: Any) -> None:
+        self._adapters = manager._adapter_manager
+        self._max_rank = int(manager.lora_config.max_lora_rank)
+        model = self._adapters.model
+        self._mapper = renames_of(model)
+        self._skipped = tuple(getattr(model, "lora_skip_prefixes", None) or ())
+        self._places = dict(self._layers())
+
+    def _layers(self) -> Iterator[tuple[str, Callable[[], tuple[int, int] | None]]]:
+        """Yield each name by which an adapter may address a layer, and how to get its sizes."""
+        for path, layer in self._adapters.modules.items():
+            parts = self._adapters.packed_modules.get(path, [])
+            for i, part in enumerate(parts):
+                yield part, functools.partial(_sizes, layer, i)
+            yield path, functools.partial(_sizes, layer, None)
+
+    def check(self, offered: Manifest) -> None:
+        """Raise ManifestMismatchError, which names every tensor that is not taken, and why."""
+        wrong: dict[str, list[str]] = {}
+        parts: dict[str, dict[str, TensorSpec]] = {}
+        for spec in offered.specs:
+            if spec.name == CONFIG_NAME or any(f".{p}" in spec.name for p in self._skipped):
+                continue
+            found = _OF_ADAPTER.search(spec.name)
+            if found is None or found.end() != len(spec.name) or len(spec.shape) not in (2, 3):
+                wrong.setdefault(_kind_of(spec.name), []).append(spec.name)
+                continue
+            parts.setdefault(spec.name[: found.start()], {})[found[1] or found[2]] = spec
+        for prefix, pair in parts.items():
+            name = prefix + next(_OF_ADAPTER.finditer(next(iter(pair.values())).name))[0]
+            if len(pair) < 2:
+                wrong.setdefault("A without B, or B without A", []).append(prefix)
+                continue
+            why = self._refusal(name, pair["A"], pair["B"])
+            if why:
+                wrong.setdefault(why, []).append(prefix.removeprefix("base_model.model."))
+        if wrong:
+            reasons = "; ".join(f"{why}: {shorten(names)}" for why, names in wrong.items())
+            names = [name for each in wrong.values() for name in each]
+            raise ManifestMismatchError(
+                f"this vLLM does not take the adapter: {reasons}", unexpected=names
+            )
+
+    def _refusal(self, name: str, a: TensorSpec, b: TensorSpec) -> str:
+        """Return why the tensors of one layer are not taken; empty where they are."""
+        try:
+            module, _ = parse_fine_tuned_lora_name(name, self._mapper)
+        except ValueError as exc:
+            return str(exc)
+        sizes = self._places.get(module)
+        if sizes is None:
+            return "modules to which this vLLM adds no LoRA"
+        if len(a.shape) != 2 or len(b.shape) != 2:
+            return ""  # experts in one tensor, which vLLM's own checks look at
+        rank = a.shape[0]
+        if rank > self._max_rank:
+            return f"rank {rank}, and --max-lora-rank is {self._max_rank}"
+        if b.shape[1] != rank:
+            return f"A of rank {rank} with B of rank {b.shape[1]}"
+        wanted = sizes()
+        if wanted is not None and (a.shape[1], b.shape[0]) != wanted:
+            return (
+                f"made for another base model, with layers of {a.shape[1]} to {b.shape[0]} "
+                f"(here {wanted[0]} to {wanted[1]})"
+            )
+        return ""
+
+
+def _kind_of(name: str) -> str:
+    """Return what a tensor is that is no part of a LoRA."""
+    if "lora_magnitude_vector" in name:
+        return "DoRA"
+    if name.endswith(".bias"):
+        return "bias"
+    return "modules_to_save, or what else is trained whole"
+
+
+def _sizes(layer: Any, part: int | None) -> tuple[int, int] | None:
+    """Return the full sizes of a linear layer, or of a part of a fused one; None for others."""
+    base: Any = layer.base_layer
+    inputs = getattr(base, "input_size", None)
+    if hasattr(base, "org_vocab_size") and hasattr(base, "embedding_dim"):
+        return int(base.org_vocab_size), int(base.embedding_dim)
+    if inputs is None:
+        return None
+    if part is None:
+        return int(inputs), int(base.output_size)
+    outputs = getattr(base, "output_sizes", None)
+    if outputs is None or part >= len(outputs):
+        return None
+    if hasattr(base, "total_num_kv_heads") and part > 0:
+        # With more workers than heads of k and v, vLLM counts copies of them.
+        size = base.head_size if part == 1 else getattr(base, "v_head_size", base.head_size)
+        return int(inputs), int(base.total_num_kv_heads * size)
+    return int(inputs), int(outputs[part])

@@ -1,0 +1,199 @@
+"""The versions of adapters that an engine's requests may use; runs in the process of vLLM's engine.
+
+Every request of every API server is accepted by vLLM's `EngineCore`, and every round of a sender
+goes through it to the workers. So it decides, in one place, which version a request uses, and which
+versions the workers keep: those in use by requests, and the newest of each adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from weightsync.errors import ConfigError, ProtocolError, shorten
+from weightsync.integrations.adapters import adapter_of
+from weightsync.integrations.vllm import rpc as vllm_rpc
+from weightsync.integrations.vllm.adapter_names import SCHEME, AdapterPath, request_of
+
+KEPT_VARIABLE = "WEIGHTSYNC_VLLM_ADAPTER_VERSIONS"
+"""How many of the newest versions of each adapter stay, beside those that requests use."""
+DEFAULT_KEPT = 2
+
+SERVED = "served"
+"""The key of an answer that has the versions of all adapters, for the API server."""
+
+
+class AdapterVersions:
+    """Versions by adapter, the one in use last, and the requests that use them. Thread-safe.
+
+    A version is in use once every worker holds it. A request keeps the version with which it was
+    accepted. `kept` is how many of the newest versions of each adapter stay.
+    """
+
+    def __init__(self, kept: int = DEFAULT_KEPT) -> None:
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._held: dict[str, list[str]] = {}
+        self._accepted: dict[str, str] = {}
+
+    @property
+    def served(self) -> dict[str, list[str]]:
+        """The versions that a request may name, by adapter, the one in use last."""
+        with self._lock:
+            return {name: list(paths) for name, paths in self._held.items()}
+
+    def accept(self, request_id: str, path: str) -> AdapterPath:
+        """Return the version that a request uses, and keep it until `added`.
+
+        Raises ConfigError for an adapter, or a version of it, that the engine does not hold.
+        """
+        wanted = AdapterPath.parse(path)
+        with self._lock:
+            paths = self._held.get(wanted.name, [])
+            found = next((p for p in reversed(paths) if wanted.takes(AdapterPath.parse(p))), None)
+            if found is not None:
+                self._accepted[request_id] = found
+        if found is None:
+            names = [AdapterPath.parse(path).model for path in paths]
+            raise ConfigError(
+                f"no adapter {wanted.model!r} is held; "
+                + (f"held are {shorten(names)}" if names else f"{wanted.name!r} was never sent")
+            )
+        return AdapterPath.parse(found)
+
+    def added(self, request_id: str) -> None:
+        """Note that a request is among the scheduler's, or was refused."""
+        with self._lock:
+            self._accepted.pop(request_id, None)
+
+    def keep(self, running: Collection[str]) -> list[str]:
+        """Return the versions that workers keep, and forget the others: no request may use them.
+
+        `running` are those of the scheduler's requests.
+        """
+        with self._lock:
+            used = {*running, *self._accepted.values()}
+            for name, paths in self._held.items():
+                old = paths[: -self._kept]
+                self._held[name] = [p for p in old if p in used] + paths[-self._kept :]
+            return sorted(used.union(*self._held.values()))
+
+    def answered(self, name: str, of_workers: Sequence[Iterable[str]]) -> None:
+        """Note what each worker holds of an adapter: what all hold may be used from now on."""
+        first, *others = [list(paths) for paths in of_workers]
+        common = [path for path in first if all(path in paths for paths in others)]
+        with self._lock:
+            self._held[name] = common
+            if not common:
+                del self._held[name]
+
+    def unloaded(self, name: str) -> None:
+        """Forget an adapter: no further request may use it."""
+        with self._lock:
+            self._held.pop(name, None)
+
+
+def kept_of(environment: Mapping[str, str]) -> int:
+    """Return the number of versions that stay, as an environment says it. Raises ConfigError."""
+    text = environment.get(KEPT_VARIABLE, str(DEFAULT_KEPT))
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
+        raise ConfigError(f"{KEPT_VARIABLE} is a number from 1 on, not {text!r:.20}")
+    return int(text)
+
+
+def install(core: Any) -> None:  # noqa: C901  # four wrappers, each a few lines
+    """Have every engine of the class `core`, vLLM's EngineCore, decide which versions are used.
+
+    Idempotent. Raises AttributeError where the class has not what is wrapped.
+    """
+    if hasattr(core, "weightsync_versions"):
+        return
+    rpc, preprocess, add = core.collective_rpc, core.preprocess_add_request, core.add_request
+    add_lora = core.add_lora
+
+    @functools.wraps(rpc)
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def call(text: str) -> Any:
+            return rpc(self, method, timeout, (text,), kwargs)
+
+        if method == vllm_rpc.METHOD and len(args) == 1:
+            return _pass_on(call, self, args[0])
+        return rpc(self, method, timeout, args, kwargs)
+
+    @functools.wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        """Run in the thread that receives requests, before their blocks are hashed."""
+        given = request.lora_request
+        if given is None or not is_ours(given):
+            return preprocess(self, request)
+        versions = _versions_of(self)
+        request.lora_request = request_of(versions.accept(request.request_id, given.lora_path))
+        try:
+            return preprocess(self, request)
+        except BaseException:
+            versions.added(request.request_id)
+            raise
+
+    @functools.wraps(add)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return add(self, request, *args, **kwargs)
+        finally:
+            if request.lora_request is not None:
+                _versions_of(self).added(request.request_id)
+
+    @functools.wraps(add_lora)
+    def add_lora_of_file(self: Any, lora_request: Any) -> Any:
+        if not is_ours(lora_request):
+            return add_lora(self, lora_request)
+        raise ConfigError(
+            f"{lora_request.lora_path!r:.120} is sent by a trainer and is no file: requests name "
+            "its model, and nothing has to be loaded"
+        )
+
+    core.collective_rpc, core.preprocess_add_request = collective_rpc, preprocess_add_request
+    core.add_request, core.add_lora = add_request, add_lora_of_file
+    core.weightsync_versions = _versions_of
+
+
+def _versions_of(engine: Any) -> AdapterVersions:
+    if not hasattr(engine, "_weightsync_versions"):
+        engine._weightsync_versions = AdapterVersions(kept_of(os.environ))
+    found: AdapterVersions = engine._weightsync_versions
+    return found
+
+
+def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
+    """Pass a round on to the workers; to those of an adapter with the versions that they keep."""
+    try:
+        sent = vllm_rpc.decode_round(text)
+        name = adapter_of(sent.below) if sent.below else ""
+        versions = _versions_of(engine)
+    except (ProtocolError, ConfigError) as exc:
+        return [vllm_rpc.encode_refusal(exc)]
+    if not name:
+        return call(str(text))
+    if sent.unload:
+        versions.unloaded(name)
+    requests = [request.lora_request for request in engine.scheduler.requests.values()]
+    running = {given.lora_path for given in requests if given is not None and is_ours(given)}
+    kept = versions.keep(running)
+    results = call(vllm_rpc.encode_round(msgspec.structs.replace(sent, kept=kept)))
+    if isinstance(results, list) and not any(map(vllm_rpc.is_refusal, results)):
+        if not sent.unload:
+            versions.answered(name, [result["versions"] for result in results])
+        for result in results:
+            result[SERVED] = versions.served
+    return results
+
+
+def is_ours(request: Any) -> bool:
+    """Whether a LoRARequest names an adapter that is sent."""
+    return str(request.lora_path).startswith(SCHEME)
