@@ -18,7 +18,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 @contextmanager
-def offline_llm(folder: Path, dtype: str = "float32") -> Iterator[Any]:
+def offline_llm(folder: Path, dtype: str = "float32", **options: Any) -> Iterator[Any]:
     """Start vLLM on the model in `folder`, with our engine."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -32,6 +32,7 @@ def offline_llm(folder: Path, dtype: str = "float32") -> Iterator[Any]:
         max_num_seqs=8,
         max_num_batched_tokens=256,
         weight_transfer_config={"backend": "weightsync"},
+        **options,
     )
     try:
         yield llm
@@ -53,13 +54,13 @@ def _hide_llvmlite() -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
-def generated(llm: Any) -> tuple[list[int], list[float]]:
+def generated(llm: Any, adapter: Any = None) -> tuple[list[int], list[float]]:
     """Return vLLM's greedy continuation of PROMPT, and each token's log-probability."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPT}
-    output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    output = llm.generate([prompt], params, use_tqdm=False, lora_request=adapter)[0].outputs[0]
     pairs = zip(output.token_ids, output.logprobs, strict=True)
     return list(output.token_ids), [float(told[token].logprob) for token, told in pairs]
 
