@@ -87,6 +87,18 @@ def test_tensors_with_memory_are_counted_and_not_changed() -> None:
     assert counted.counter.touched == {("layer", "bias"), ("layer", "scale")}
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_change_of_what_was_not_written_does_not_fit(*, written: bool) -> None:
+    counted = Counted()
+    with torch.no_grad(), counted.counter:
+        if written:
+            counted.layer.weight.data.copy_(given(4, 6))
+        counted.layer.weight.data.mul_(2)
+        counted.layer.weight.data[0] += 1
+    former = "layer.weight: it is computed from its former weights"
+    assert [told.partition(",")[0] for told in counted.refused] == [former] * (not written)
+
+
 def test_tensors_of_no_layer_are_written_as_ever() -> None:
     counted, own = Counted(), torch.zeros(6)
     with torch.no_grad(), counted.counter:

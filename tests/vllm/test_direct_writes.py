@@ -222,6 +222,51 @@ def test_a_layer_that_keeps_its_old_weights_is_no_success(
     gpt_oss.send_final()
 
 
+def doubling(model: Any) -> Any:
+    """Return a load_weights that also doubles a weight, whether or not it was given."""
+    load = type(model).load_weights.__get__(model)
+
+    def load_weights(pairs: Any) -> Any:
+        loaded = load(pairs)
+        model.model.layers[1].attn.sinks.data.mul_(2)
+        return loaded
+
+    return load_weights
+
+
+def test_a_weight_that_is_made_of_its_former_one_is_refused(
+    gpt_oss: GptOss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload does not have the former one: zeros would be doubled."""
+    gpt_oss.restart("staged")
+    gpt_oss.send_final()
+    model = engine_of(gpt_oss.llm).model
+    name = "model.layers.1.mlp.experts.down_proj_bias"
+    sent = [(n, p) for n, p in gpt_oss.model.named_parameters() if ".layers.1.mlp.experts." in n]
+    assert name in dict(sent)
+    message = rf"{SINKS}.* computed from its former weights"
+    with ws.connect(gpt_oss.model, to=vllm_targets(gpt_oss.llm)) as sender:
+        sender.send_weights()
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "load_weights", doubling(model), raising=False)
+            with (
+                pytest.raises(ManifestMismatchError, match=message),
+                sender.update(partial=True) as update,
+            ):
+                update.send(sent)
+            Computed.by(gpt_oss.llm).assert_same(gpt_oss.cold)
+            patch.setattr(vllm_sink, "try_out", lambda *_: Trial(ended=False))
+            gpt_oss.sink._known.clear()
+            with (
+                pytest.raises((ws.TransferError, RemoteError), match=message),
+                sender.update(partial=True) as update,
+            ):
+                update.send(sent)
+        assert engine_of(gpt_oss.llm).receiver.status().state == "TORN"
+    gpt_oss.restart("staged")
+    gpt_oss.send_final()
+
+
 def test_each_names_tensors_are_tried_out_once(
     gpt_oss: GptOss, monkeypatch: pytest.MonkeyPatch
 ) -> None:

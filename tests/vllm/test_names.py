@@ -68,6 +68,7 @@ _IN_OBJECTS = {
     "LayerReloadingInfo.kernel_non_persistent_buffers",
     "LayerReloadingInfo.loaded_weights",
     "LayerReloadingInfo.restore_device",
+    "LayerReloadingInfo.restore_metadata",
     "ModelConfig.hf_text_config",
     "RayVLLMWeightSyncClient.handles",
     "TrainerInitInfo.rank",

@@ -74,8 +74,8 @@ def make_mixture(folder: Path, kind: str) -> Any:
     return model
 
 
-def make_gpt_oss(folder: Path) -> Any:
-    """Save a GPT-OSS of four experts, with sinks and a window in its first layer; return it."""
+def gpt_oss() -> Any:
+    """Return a GPT-OSS of four experts, with sinks and a window in its first layer."""
     torch.manual_seed(0)
     config = GptOssConfig(
         **_SIZES,
@@ -87,7 +87,13 @@ def make_gpt_oss(folder: Path) -> Any:
         tie_word_embeddings=False,
     )
     model: Any = GptOssForCausalLM(config)
-    save(model.float().eval(), folder)
+    return model.float().eval()
+
+
+def make_gpt_oss(folder: Path) -> Any:
+    """Save a GPT-OSS, and return it."""
+    model = gpt_oss()
+    save(model, folder)
     return model
 
 

@@ -22,9 +22,11 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from weightsync.errors import ConfigError, TransferError
 from weightsync.integrations.vllm.writes import (
+    FROM_FORMER,
     Place,
     TensorKey,
     WriteWatch,
+    computes_from,
     copied_numel,
     places_of,
     storage_of,
@@ -113,6 +115,8 @@ class DirectWrites(WriteWatch):  # type: ignore[no-untyped-call]  # torch has no
             return func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.set_:
             raise ConfigError(f"{written[0][0]}: {self._model} replaces it while it loads weights")
+        if computes_from(func):
+            self._refuse_former(written)
         for place, _ in written:
             self._give_memory(place)
         held_args, held_kwargs = tree_map_only(torch.Tensor, self._with_memory, (args, kwargs))
@@ -125,6 +129,12 @@ class DirectWrites(WriteWatch):  # type: ignore[no-untyped-call]  # torch has no
         for place, target in written:
             self._note(place, copied_numel(func, args, target))
         return written[0][1] if written else result
+
+    def _refuse_former(self, written: Sequence[tuple[Place, torch.Tensor]]) -> None:
+        """Raise TransferError for tensors of which nothing was written yet in this reload."""
+        for place, _ in written:
+            if storage_of(place.tensor) not in self._memory:
+                raise TransferError(f"{place}: {self._model} changes it, and {FROM_FORMER}")
 
     def _reads(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether an operation computes with what was written before; a view is none."""

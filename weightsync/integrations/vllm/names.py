@@ -71,6 +71,7 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
             "LayerReloadingInfo.loaded_weights",
             "LayerReloadingInfo.reset",
             "LayerReloadingInfo.restore_device",
+            "LayerReloadingInfo.restore_metadata",
         ),
         f"{_RELOAD}.utils": ("get_layer_tensors",),
         "vllm.v1.worker.gpu_worker": (

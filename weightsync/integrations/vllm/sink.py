@@ -298,6 +298,47 @@ def refuse_fixed_kernels(model: nn.Module) -> None:
         )
 
 
+def refuse_scaled_once(model: nn.Module) -> None:
+    """Raise ConfigError for weights that a model scales at its first load alone.
+
+    LongCat-Flash of vLLM 0.29 and 0.30 folds a scale into two norms, and notes that it has: new
+    weights would stay unscaled, by vLLM's own reload too.
+    """
+    flags = ("_mla_q_lora_scaled", "_mla_kv_lora_scaled")
+    names = [
+        path
+        for path, layer in model.named_modules()
+        if any(getattr(layer, flag, False) for flag in flags)
+    ]
+    if names:
+        raise ConfigError(
+            f"{shorten(names)}: {type(model).__name__} scales the norms of its latent attention at "
+            "its first load alone, and would compute with unscaled ones after an update; vLLM 0.31 "
+            "and later scale them at each load"
+        )
+
+
+def refuse_made_by_loading(model: nn.Module, trial: Trial) -> None:
+    """Raise ConfigError for layers that a model made while it loaded its first weights.
+
+    vLLM's reload puts each layer back to what it recorded before that load, and has recorded
+    nothing of these. Kernels add such layers too, and vLLM keeps their tensors: called where a dry
+    run has failed.
+    """
+    names = [
+        f"{path}.{name}"
+        for path, layer in model.named_modules()
+        if not any(get_layerwise_info(layer).restore_metadata)
+        for name in loaded_parameters(layer)
+    ]
+    if names:
+        raise ConfigError(
+            f"{shorten(names)}: {type(model).__name__} made them while it loaded its first "
+            f"weights, and vLLM's reload loses them ({shorten(trial.mismatched[-1:])}); restart "
+            "this server from a checkpoint in place of an update"
+        )
+
+
 def shared_layers(model: nn.Module) -> list[list[nn.Module]]:
     """Return the groups of layers that share a weight."""
     groups: defaultdict[int, list[nn.Module]] = defaultdict(list)
@@ -696,6 +737,7 @@ class VllmSink(WeightSink):
                 "them in the same message"
             )
         refuse_fixed_kernels(self.reload.model)
+        refuse_scaled_once(self.reload.model)
         wanted = self._checkpoint
         known = compare(offered, wanted, cast=True) if wanted else ManifestDifference()
         if known.unexpected or known.mismatched:
@@ -706,6 +748,8 @@ class VllmSink(WeightSink):
             # the dry run did not get to its end, the commit looks at the same layers.
             if trial.ended and trial.left:
                 raise ConfigError(old_weights(self.reload.model, trial.left))
+            if not trial.ended:
+                refuse_made_by_loading(self.reload.model, trial)
             return known
         missing, unexpected = known.missing, known.unexpected
         if not wanted:

@@ -16,7 +16,21 @@ from torch.utils._pytree import tree_map_only
 TensorKey = tuple[str, str]
 """A layer of the model, and the name of its tensor."""
 
+FROM_FORMER = "it is computed from its former weights, which vLLM's reload does not have"
+
 _FILLS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
+_OVERWRITES = frozenset(
+    (
+        *_FILLS,
+        torch.ops.aten.copy_,
+        torch.ops.aten.index_copy_,
+        torch.ops.aten.index_fill_,
+        torch.ops.aten.index_put_,
+        torch.ops.aten.masked_fill_,
+        torch.ops.aten.masked_scatter_,
+        torch.ops.aten.scatter_,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +118,14 @@ def _outputs(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+@cache
+def computes_from(func: Any) -> bool:
+    """Whether an operation makes what it writes to a tensor of what the tensor had."""
+    written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    returned = all(argument.kwarg_only for argument in written)  # out=
+    return not returned and func.overloadpacket not in _OVERWRITES
+
+
 def copied_numel(func: Any, args: Sequence[Any], target: torch.Tensor) -> int:
     """Return the number of elements that an operation writes to `target`; 0 for a whole fill.
 
@@ -157,6 +179,8 @@ class WriteCounter(WriteWatch):  # type: ignore[no-untyped-call]  # as above
             self._refused(written[0][0], str(exc))
         for place, target in written:
             key = place.key
+            if computes_from(func) and key not in self.touched and not self.in_loader:
+                self._refused(place, FROM_FORMER)
             self.touched.add(key)
             self.on_write(key)
             self.counts[key] = min(place.numel, self.counts[key] + copied_numel(func, args, target))
