@@ -14,6 +14,7 @@ import pytest
 
 from tests.vllm.architectures import ARCHITECTURES, make_checkpoints
 from tests.vllm.served import vllm_server
+from tests.vllm.versions import CONVOLUTION
 from weightsync.integrations.certificate import PROMPTS, Server, Snapshot, differences
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,7 +36,14 @@ def certify(url: str, to: Path) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [*((name, 1) for name in ARCHITECTURES), ("Llama, untied", 2)]
+    ("name", "workers"),
+    [
+        *(
+            pytest.param(name, 1, marks=CONVOLUTION if "LFM2" in name else ())
+            for name in ARCHITECTURES
+        ),
+        ("Llama, untied", 2),
+    ],
 )
 def test_a_server_is_equal_to_a_cold_one_after_each_update(
     name: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,3 +15,4 @@ def since(version: str, reason: str) -> pytest.MarkDecorator:
 
 
 FLOAT_SINKS = since("0.31", "its kernel of a CPU computes attention sinks in bfloat16 alone")
+CONVOLUTION = since("0.32", "its kernel of a CPU for LFM2's convolution computes in no float32")
