@@ -13,6 +13,7 @@ import torch
 import weightsync as ws
 from tests.vllm.served import Served
 from tests.vllm.tiny import PROMPT, expected, largest_difference
+from weightsync.tensors import dtype_name
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LONG = [(7 * i * i + 3) % 300 for i in range(140)]
@@ -77,14 +78,14 @@ def assert_serves(served: Served, model: str, wanted: Told, prompt: Sequence[int
 
 
 class Unnamed:
-    """A source at the place of an adapter that sends no config."""
+    """A source of these tensors that sends to the place of an adapter."""
 
     receiver_path = "adapters/policy"
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self.manifest = ws.Manifest(
-            tuple(ws.TensorSpec(n, "float32", tuple(t.shape)) for n, t in tensors.items())
+            tuple(ws.TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items())
         )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ from vllm.v1.executor import Executor
 
 import weightsync as ws
 from tests.ray.sandbox import start
+from tests.vllm.adapted import adapt, assert_told, base_of, train
 from tests.vllm.tiny import (
     LARGEST_DIFFERENCE,
     PROMPT,
@@ -29,6 +30,7 @@ from tests.vllm.tiny import (
     make_model,
 )
 from weightsync.integrations.vllm.actors import vllm_targets
+from weightsync.integrations.vllm.adapter_names import adapter_request
 
 WAIT_S = 240.0
 ENGINE = {
@@ -52,9 +54,10 @@ def said(output: Any) -> Said:
 class Offline(LLM):  # type: ignore[misc]  # vLLM has no types here
     """An LLM, and a method that returns plain data."""
 
-    def continuation(self) -> Said:
-        prompt = {"prompt_token_ids": PROMPT}
-        return said(self.generate([prompt], PARAMS, use_tqdm=False)[0].outputs[0])
+    def continuation(self, adapter: str = "") -> Said:
+        prompt, lora = {"prompt_token_ids": PROMPT}, adapter_request(adapter) if adapter else None
+        outputs = self.generate([prompt], PARAMS, use_tqdm=False, lora_request=lora)
+        return said(outputs[0].outputs[0])
 
 
 class Online(AsyncLLM):  # type: ignore[misc]  # same
@@ -66,9 +69,10 @@ class Online(AsyncLLM):  # type: ignore[misc]  # same
             vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
         )
 
-    async def continuation(self) -> Said:
+    async def continuation(self, adapter: str = "") -> Said:
+        prompt, lora = {"prompt_token_ids": PROMPT}, adapter_request(adapter) if adapter else None
         last = None
-        async for output in self.generate({"prompt_token_ids": PROMPT}, PARAMS, request_id="one"):
+        async for output in self.generate(prompt, PARAMS, request_id="one", lora_request=lora):
             last = output
         await asyncio.sleep(0)
         assert last is not None
@@ -98,6 +102,26 @@ def test_actors_compute_what_transformers_does(kind: Any) -> None:
                 assert version == str(sender.version)
                 if kind is Online:
                     assert ray.get(actor.is_paused.remote(), timeout=WAIT_S) is False
+        finally:
+            ray.kill(actor)
+
+
+@pytest.mark.parametrize("kind", [Offline, Online], ids=["LLM", "AsyncLLM"])
+def test_actors_take_adapters(kind: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = adapt(make_model(Path(folder), tied=False))
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if kind is Offline else "1"}
+        remote: Any = ray.remote(kind).options(runtime_env={"env_vars": own})
+        actor = remote.remote(folder, enable_lora=True, max_loras=2, **ENGINE)
+        try:
+            source = ws.AdapterSource(model, name="policy")
+            with ws.connect(source, to=vllm_targets(actor)) as sender:
+                for seed in (1, 2):
+                    train(model, seed)
+                    sender.send_weights()
+                    found = ray.get(actor.continuation.remote("policy"), timeout=WAIT_S)
+                    assert_told(found, expected(model))
+            assert_told(ray.get(actor.continuation.remote(), timeout=WAIT_S), base_of(model))
         finally:
             ray.kill(actor)
 

@@ -1,0 +1,170 @@
+"""Adapters in an `LLM` of this process: what its tables and ours hold, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync as ws
+from tests.vllm.adapted import Unnamed, adapt, assert_told, base_of, train
+from tests.vllm.offline import engine_of, generated, offline_llm
+from tests.vllm.tiny import expected, make_model
+from weightsync.integrations.adapters import CONFIG_NAME, encode_config, unload_adapter
+from weightsync.integrations.vllm.actors import vllm_targets
+from weightsync.integrations.vllm.adapter_names import adapter_request
+from weightsync.integrations.vllm.adapter_sink import WorkerAdapters
+
+VERSIONS = 40
+
+
+class Offline:
+    """An `LLM` with LoRA on, and the PEFT model of its trainer."""
+
+    def __init__(self, llm: Any, model: Any) -> None:
+        self.llm = llm
+        self.model = model
+
+    def sender(self, name: str = "policy") -> ws.WeightSender:
+        return ws.connect(ws.AdapterSource(self.model, name=name), to=vllm_targets(self.llm))
+
+    def assert_computes(self, name: str, version: int | None = None) -> None:
+        assert_told(generated(self.llm, adapter_request(name, version)), expected(self.model))
+
+    @property
+    def engine(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def manager(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.lora_manager
+
+    @property
+    def adapters(self) -> WorkerAdapters:
+        found: WorkerAdapters = engine_of(self.llm)._adapters
+        return found
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
+    folder = tmp_path_factory.mktemp("offline")
+    base = make_model(folder, tied=True)
+    options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
+    with offline_llm(folder, **options) as llm:
+        yield Offline(llm, adapt(base))
+
+
+def test_versions_in_a_row_fill_no_table(offline: Offline) -> None:
+    versions = type(offline.engine).weightsync_versions(offline.engine)
+    with offline.sender() as sender:
+        for seed in range(VERSIONS):
+            train(offline.model, seed)
+            sender.send_weights()
+            if seed % 4 == 0:
+                offline.assert_computes("policy")
+            assert len(versions.served["policy"]) <= 3
+            assert len(offline.adapters.versions("policy")) <= 3
+            assert len(offline.manager.list_adapters()) <= 2
+        assert versions._accepted == {}
+        assert_told(generated(offline.llm), base_of(offline.model))
+
+
+def test_an_llm_generates_on_after_a_version_that_is_gone(offline: Offline) -> None:
+    with offline.sender() as sender:
+        sender.send_weights()
+        first = sender.version
+        for seed in (1, 2, 3, 4):
+            train(offline.model, seed)
+            sender.send_weights()
+        with pytest.raises(ws.ConfigError, match=rf"no adapter 'policy@{first}' is held"):
+            generated(offline.llm, adapter_request("policy", first))
+        with pytest.raises(ws.ConfigError, match="'nobody' was never sent"):
+            generated(offline.llm, adapter_request("nobody"))
+        offline.assert_computes("policy")
+        offline.assert_computes("policy", sender.version)
+
+
+def test_a_lease_keeps_a_version_until_its_request_ends(offline: Offline) -> None:
+    """Requests that wait, too: vLLM has not loaded the adapter of those."""
+    from vllm import SamplingParams
+
+    engine, model = offline.llm.llm_engine, offline.model
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
+    with offline.sender() as sender:
+        train(model, 1)
+        sender.send_weights()
+        wanted = expected(model)
+        prompt = {"prompt_token_ids": [5, 77, 130, 42, 9]}
+        engine.add_request("waits", prompt, params, lora_request=adapter_request("policy"))
+        for seed in range(2, 8):
+            train(model, seed)
+            sender.send_weights()
+        assert len(offline.adapters.versions("policy")) == 4
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        (done,) = [output for output in outputs if output.finished]
+        assert list(done.outputs[0].token_ids) == wanted[0]
+        sender.send_weights()
+        assert len(offline.adapters.versions("policy")) == 3
+
+
+def test_what_fails_to_be_built_changes_nothing(offline: Offline) -> None:
+    """The config tells another rank than the tensors have, which only the staged bytes show."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+    tensors = {f"{name}A.weight": torch.ones(4, 64), f"{name}B.weight": torch.ones(128, 4)}
+    with offline.sender() as sender:
+        train(offline.model, 9)
+        sender.send_weights()
+        version = sender.version
+    source = Unnamed({**tensors, CONFIG_NAME: as_tensor(config)})
+    with (
+        ws.connect(source, to=vllm_targets(offline.llm)) as sender,
+        pytest.raises(ws.WeightSyncError, match=r"other ranks.*q_proj \(rank 8, tensors of rank 4"),
+    ):
+        sender.send_weights()
+    offline.assert_computes("policy", version)
+    aside = {**config, "r": 4, "use_qalora": True}
+    source = Unnamed({**tensors, CONFIG_NAME: as_tensor(aside)})
+    with (
+        ws.connect(source, to=vllm_targets(offline.llm)) as sender,
+        pytest.raises(ws.WeightSyncError, match="use_qalora"),
+    ):
+        sender.send_weights()
+    offline.assert_computes("policy")
+    with offline.sender() as sender:
+        train(offline.model, 10)
+        sender.send_weights()
+        offline.assert_computes("policy")
+
+
+def as_tensor(config: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(encode_config(config)), dtype=torch.uint8)
+
+
+def test_unloading_frees_the_versions_and_the_receiver(offline: Offline) -> None:
+    with offline.sender("passing") as sender:
+        sender.send_weights()
+        offline.assert_computes("passing")
+    before = len(offline.manager.list_adapters())
+    unload_adapter(vllm_targets(offline.llm), "passing")
+    unload_adapter(vllm_targets(offline.llm), "never-sent")
+    assert offline.adapters.versions("passing") == []
+    assert "passing" not in offline.adapters._receivers
+    assert len(offline.manager.list_adapters()) == before - 1
+    with pytest.raises(ws.ConfigError, match="never sent"):
+        generated(offline.llm, adapter_request("passing"))
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_without_lora_says_how_to_start_it(tmp_path: Path) -> None:
+    base = make_model(tmp_path, tied=False)
+    model = adapt(base)
+    with offline_llm(tmp_path) as llm:
+        with pytest.raises(ws.ConfigError, match=r"without LoRA.*--enable-lora"):
+            ws.connect(ws.AdapterSource(model, name="policy"), to=vllm_targets(llm))
+        assert_told(generated(llm), base_of(model))
