@@ -52,7 +52,12 @@ class Offline:
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
     folder = tmp_path_factory.mktemp("offline")
     base = make_model(folder, tied=True)
-    options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 2,
+        "max_lora_rank": 8,
+    }
     with offline_llm(folder, **options) as llm:
         yield Offline(llm, adapt(base))
 
