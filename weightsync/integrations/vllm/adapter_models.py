@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ConfigError
 from weightsync.integrations.adapters import adapter_of, adapter_path
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of, request_of
@@ -114,12 +114,13 @@ def _sent_of(engine: Any) -> SentAdapters:
 
 async def _pass_on(call: Callable[[], Awaitable[Any]], engine: Any, text: object) -> Any:
     """Pass a round on to the engine, and note what that answers of its adapters."""
-    sent = _sent_of(engine)
+    sent, round_ = _sent_of(engine), vllm_rpc.find_adapter_round(text)
+    if round_ is None:
+        return await call()
     try:
-        round_ = vllm_rpc.decode_round(text)
-        if round_.below and not round_.unload:
+        if not round_.unload:
             sent.refuse_taken(adapter_of(round_.below))
-    except (ProtocolError, ConfigError) as exc:
+    except ConfigError as exc:
         return [vllm_rpc.encode_refusal(exc)]
     results = await call()
     for result in results if isinstance(results, list) else ():

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import ConfigError, ProtocolError, shorten
+from weightsync.errors import ConfigError, shorten
 from weightsync.integrations.adapters import adapter_of
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import SCHEME, AdapterPath, request_of
@@ -172,14 +172,13 @@ def _versions_of(engine: Any) -> AdapterVersions:
 
 def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
     """Pass a round on to the workers; to those of an adapter with the versions that they keep."""
-    try:
-        sent = vllm_rpc.decode_round(text)
-        name = adapter_of(sent.below) if sent.below else ""
-        versions = _versions_of(engine)
-    except (ProtocolError, ConfigError) as exc:
-        return [vllm_rpc.encode_refusal(exc)]
-    if not name:
+    sent = vllm_rpc.find_adapter_round(text)
+    if sent is None:
         return call(str(text))
+    try:
+        name, versions = adapter_of(sent.below), _versions_of(engine)
+    except ConfigError as exc:
+        return [vllm_rpc.encode_refusal(exc)]
     if sent.unload:
         versions.unloaded(name)
     requests = [request.lora_request for request in engine.scheduler.requests.values()]

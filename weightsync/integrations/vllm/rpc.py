@@ -101,6 +101,18 @@ def decode_round(text: object) -> Round:
         raise ProtocolError(f"this is no valid round of weightsync: {exc}") from exc
 
 
+def find_adapter_round(text: object) -> Round | None:
+    """Return the round in a text if it is one to the receivers of an adapter; None for others.
+
+    Also for what is no round: every worker has to answer that, or vLLM is out of step.
+    """
+    try:
+        found = decode_round(text)
+    except ProtocolError:
+        return None
+    return found if found.below else None
+
+
 def answer_round(
     sent: Round,
     receiver: WeightReceiver,
