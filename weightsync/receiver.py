@@ -350,6 +350,7 @@ class WeightReceiver:
             payload=self._session.senders.get(info.sender).init_reply(),
             widened=self._session.widened(info.sender),
             protocol=chosen,
+            wants=self._session.wants(info.sender),
         )
 
     def _shutdown(self, request: ShutdownRequest) -> Status:

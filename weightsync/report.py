@@ -59,7 +59,8 @@ class ReceiverReport:
     the sender's for `wait`; `settle` to check the update, and `swap` to put it into use.
     `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
     `names_nothing`: a hook took the tensors, and returned no names of what it loaded; `verified`
-    says then what it was given.
+    says then what it was given. `sources` has the bytes that it copied from each rank of the
+    trainer, where these send without a gather.
     """
 
     target: str
@@ -72,6 +73,7 @@ class ReceiverReport:
     skipped_paths: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
     names_nothing: bool = False
+    sources: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class SyncReport:
     - `not_finite`: names of tensors that hold NaN or infinity, unless `check_finite` is off.
     - `replicas_differ`: names of tensors that several ranks of the trainer hold and that differ
       between them, as `check_replicas` compares them.
+    - `gathered`: where several ranks send, the tensors that they gathered, with the reasons; empty
+      if each receiver read what it wants from the ranks that hold it.
     - `connect_seconds`: time to connect by phase, if this update connected.
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
@@ -119,6 +123,7 @@ class SyncReport:
     skipped_paths: Mapping[str, str] = field(default_factory=dict)
     not_finite: tuple[str, ...] = ()
     replicas_differ: tuple[str, ...] = ()
+    gathered: Mapping[str, str] = field(default_factory=dict)
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: Rule = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +133,15 @@ class SyncReport:
     def gbps(self) -> float:
         """Gigabytes (1e9 bytes) of weights per second, over the whole update."""
         return self.nbytes / self.seconds["total"] / 1e9 if self.seconds["total"] else 0.0
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """Bytes that the receivers read from each rank of the trainer; empty if they gathered."""
+        found: dict[int, int] = {}
+        for receiver in self.receivers:
+            for rank, nbytes in receiver.sources.items():
+                found[rank] = found.get(rank, 0) + nbytes
+        return found
 
     @property
     def compared(self) -> str:
@@ -184,7 +198,20 @@ class SyncReport:
         not_finite = f"; NaN or infinity in {found}" if found else ""
         unlike = shorten(self.replicas_differ)
         differ = f"; ranks differ in {unlike}" if unlike else ""
-        return self._delta + rolled + dropped + skipped + not_finite + differ + unnamed
+        first = next(iter(self.gathered.items()), None)
+        gathered = "" if first is None else f"; gathered {first[0]}: {first[1]}"
+        more = f" and {len(self.gathered) - 1} more" if len(self.gathered) > 1 else ""
+        return (
+            self._delta
+            + gathered
+            + more
+            + rolled
+            + dropped
+            + skipped
+            + not_finite
+            + differ
+            + unnamed
+        )
 
     @property
     def _delta(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,7 +53,7 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flip a bit of the trainer's memory, as the receiver sees it."""
     genuine = IncomingTransfer._from_storages
 
-    def from_storages(transfer: Any, load_target: Any) -> None:
+    def from_storages(transfer: Any, load_target: Any) -> Generator[None, None, None]:
         seen = [tensor.clone() for tensor in transfer._opened.registered.tensors]
         seen[0][5] ^= 1
         memory = Memory(seen)
@@ -61,7 +61,7 @@ def flip_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         transfer._opened = dataclasses.replace(
             transfer._opened, registered=memory, copy_plans={}, lent=[lent]
         )
-        genuine(transfer, load_target)
+        yield from genuine(transfer, load_target)
 
     monkeypatch.setattr(IncomingTransfer, "_from_storages", from_storages)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import weightsync as ws
-from weightsync.backends.ipc.transfer import OpenedMemory
+from weightsync.backends.ipc.transfer import Compiled, OpenedMemory
 from weightsync.weights.copying.copy_plan import Memory
 
 pytestmark = pytest.mark.usefixtures("shm_clean")
@@ -53,8 +53,8 @@ def test_plans_never_belong_to_other_memory_at_the_same_address() -> None:
     for _ in range(100):  # ids are reused at once
         memory = Memory([torch.zeros(4)])
         assert OpenedMemory.kept_plans(opened, layout, memory, 0) is None
-        OpenedMemory.keep(opened, layout, memory, 0, [])
-        assert OpenedMemory.kept_plans(opened, layout, memory, 0) == []
+        OpenedMemory.keep(opened, layout, memory, 0, Compiled([], [], 0))
+        assert OpenedMemory.kept_plans(opened, layout, memory, 0) == Compiled([], [], 0)
         del memory
         assert opened.copy_plans == {}
 

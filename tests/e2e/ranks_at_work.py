@@ -18,14 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import weightsync as ws
+from tests.e2e import shard_servers
 from tests.e2e.models import digests
 from tests.weights import trainer_models
 from weightsync.cuda.handles import device_keys
 from weightsync.ranks import comm, worker
+from weightsync.ranks.sources import join_snapshots
+from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
+from weightsync.specs import Manifest
 from weightsync.weights.copying import shards
 from weightsync.weights.sinks.module_sink import strip_wrappers
+from weightsync.weights.sources.base import Snapshot
 
 TOKENS = torch.arange(6).view(2, 3)
 TIMEOUT_S = 30.0
@@ -63,7 +69,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "fsdp": trainer_models.fsdp,
     "ddp": trainer_models.replicated,
     "plain": trainer_models.plain,
+    **trainer_models.MODELS,
+    "wide": lambda: sharded(shard_servers.build("wide")),
 }
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module)
+    return module
 
 
 class Trainer:
@@ -71,6 +84,7 @@ class Trainer:
 
     def __init__(self, rank: int, kind: str, to: list[str], **options: Any) -> None:
         self.rank = rank
+        self.kind = kind
         self.model = MODELS[kind]()
         self.source: Any = self.model
         fault = options.pop("fault", None)
@@ -84,7 +98,12 @@ class Trainer:
         self.sender = ws.connect(self.source, to=to, timeout_s=TIMEOUT_S, **options)
 
     def step(self) -> None:
-        """One step of an optimizer."""
+        """One step of an optimizer, or a change of each weight of a model that computes nothing."""
+        if self.kind in ("tensor_parallel", "wide"):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(1.25).add_(0.5)
+            return
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.model(TOKENS).float().square().mean().backward()
         optimizer.step()
@@ -145,6 +164,19 @@ class Faulty:
             die()
 
 
+class Gathered(ws.WrappingSource):
+    """A model's tensors as they are, of which no rank says what it holds."""
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.source.manifest
+
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from pairs
+
+
 KEPT: list[Trainer] = []
 
 
@@ -162,6 +194,53 @@ def start(rank: int, kind: str, to: list[str], options: dict[str, Any]) -> Seen:
 def step_and_send(rank: int, dtype: torch.dtype | None = None) -> tuple[Seen, Digests]:
     kept().step()
     return seen(kept().sender.send_weights), kept().full(dtype)
+
+
+def set_verify(rank: int, verify: bool) -> None:
+    kept().sender.verify = verify
+
+
+def gathers_of_an_update(rank: int) -> int:
+    """Send once more, and return how many tensors were gathered for it."""
+    counts: Counter[str] = Counter()
+    full_tensor = DTensor.full_tensor
+
+    def counted(self: DTensor, **options: Any) -> torch.Tensor:
+        counts["gathers"] += 1
+        return full_tensor(self, **options)
+
+    with mock.patch.object(DTensor, "full_tensor", counted):
+        kept().sender.send_weights()
+    return counts["gathers"]
+
+
+def send_copy_and_step(rank: int) -> tuple[Seen, Digests, int]:
+    """Train while a copy is sent; return the model as it was, and the bytes of this rank's copy."""
+    kept().step()
+    full = kept().full()
+    future = kept().sender.send_async()
+    kept().step()
+    copied = kept().sender._group.worker._snapshot
+    assert copied is not None
+    return seen(lambda: future.result(TIMEOUT_S)), full, copied.nbytes
+
+
+def join_copies(rank: int, kind: str) -> tuple[Digests, Digests]:
+    """Return the model, and what the ranks make together of the copies of their boxes."""
+    model = MODELS[kind]()
+    source = ws.ModuleSource(model)
+    ranks = comm.join_ranks(None, timeout_s=TIMEOUT_S)
+    holdings = source.holdings()
+    assert holdings is not None
+    told = encode_held(holdings, source.manifest, "HOST-1")
+    plan = plan_streams(source.manifest, ranks.exchange(told))
+    own = StreamSource(source, plan, rank, holdings)
+    copy = Snapshot(own.manifest)
+    copy.take(own, lambda: None)
+    joined = digests(join_snapshots(copy, plan.streams, ranks).tensors())
+    full = digests((name, tensor.clone()) for name, tensor in source.tensors())
+    ranks.close()
+    return full, joined
 
 
 def set_fault(rank: int, fault: dict[str, Any]) -> None:
@@ -302,9 +381,8 @@ def cancelled_in_finish(rank: int) -> tuple[bool, bool, int]:
 
 def count_calls(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int]:
     """Return the private group's collectives of one update, and its status words."""
-    sender = ws.connect(
-        trainer_models.fsdp(), to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S
-    )
+    source = Gathered(trainer_models.fsdp())
+    sender = ws.connect(source, to=to, bucket_nbytes=bucket_nbytes, timeout_s=TIMEOUT_S)
     with sender:
         counts = counted_update(sender)
     return counts["run"], counts["agree"]
@@ -318,19 +396,19 @@ def count_steady_calls(rank: int) -> Counter[str]:
 def counted_update(sender: ws.WeightSender) -> Counter[str]:
     """Count the calls of the private group in one update, and as `run` its collectives."""
     counts: Counter[str] = Counter()
-    run, synchronize = comm.RankComm._run, comm.RankComm._synchronize
+    run, meet = comm.RankComm._run, comm.RankComm._meet
 
     def counted_run(self: Any, *args: Any) -> None:
         counts["run"] += 1
         run(self, *args)
 
-    def counted_call(self: Any, call: str, *args: Any) -> None:
+    def counted_call(self: Any, call: str, *args: Any, **options: Any) -> Any:
         counts[call] += 1
-        synchronize(self, call, *args)
+        return meet(self, call, *args, **options)
 
     counting = (
         mock.patch.object(comm.RankComm, "_run", counted_run),
-        mock.patch.object(comm.RankComm, "_synchronize", counted_call),
+        mock.patch.object(comm.RankComm, "_meet", counted_call),
     )
     with counting[0], counting[1]:
         sender.send_weights()
@@ -374,7 +452,7 @@ def watch_memory(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int
         return full
 
     with ws.connect(
-        model, to=to, timeout_s=TIMEOUT_S, bucket_nbytes=bucket_nbytes, num_buckets=2
+        Gathered(model), to=to, timeout_s=TIMEOUT_S, bucket_nbytes=bucket_nbytes, num_buckets=2
     ) as sender:
         shards.gather = watched
         try:

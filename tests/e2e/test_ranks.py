@@ -281,25 +281,33 @@ def test_a_word_for_each_group_and_none_for_chunks(ranks: Crew, host: Host) -> N
     assert few[1] == GROUPS + 2  # and one at the end of each of the two steps
 
 
-@pytest.mark.parametrize(
-    ("kind", "delta", "questions", "words"),
-    [("plain", "off", 0, 2), ("plain", "always", 0, 2), ("fsdp", "always", 1, GROUPS + 2)],
-)
-def test_a_steady_update_is_three_commands(
-    ranks: Crew, host: Host, kind: str, delta: str, questions: int, words: int
+@pytest.mark.parametrize(("kind", "questions", "words"), [("plain", 0, 2), ("fsdp", 1, GROUPS + 2)])
+def test_a_steady_gathered_update_is_three_commands(
+    ranks: Crew, host: Host, kind: str, questions: int, words: int
 ) -> None:
     """Begin, Transfer and End; the call's own comparison and its end are two more.
 
     Only where the ranks gather what they send do they compare what they know of its changes.
     """
-    start(ranks, receivers(host, 1), kind, delta=delta)
+    start(ranks, receivers(host, 1), kind, delta="always")
     for version in (1, 2):
         assert ranks.run(work.step_and_send)[0][0].result.version == version
     for counts in ranks.run(work.count_steady_calls):
         collectives = counts.pop("run")
         assert counts == {"exchange": 4 + questions, "broadcast": 4, "agree": words}
-        # A call takes two, one of them with a short payload; the results of Begin are longer.
-        assert collectives == 2 * (8 + questions) + words + 1
+        # A call takes one, if its payloads are short; the results of Begin are longer.
+        assert collectives == 8 + questions + words + 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_a_steady_update_is_two_commands(ranks: Crew, host: Host, kind: str) -> None:
+    """Begin and End, in both of which the ranks reply, the call's own comparison, and its end."""
+    start(ranks, receivers(host, 1), kind)
+    for version in (1, 2):
+        assert ranks.run(work.step_and_send)[0][0].result.version == version
+    for counts in ranks.run(work.count_steady_calls):
+        assert counts == {"exchange": 3, "broadcast": 3, "run": 7}
 
 
 @pytest.mark.parametrize("at", [0, 1])

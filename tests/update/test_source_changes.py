@@ -311,7 +311,14 @@ class TestWrappers:
 
     def test_all_that_a_source_may_tell_is_told_by_its_wrapper(self) -> None:
         told = {name for name in vars(SourceExtras) if not name.startswith("_")}
-        assert told == {"made_of", "changed", "rounded", "device_types"}
+        assert told == {
+            "made_of",
+            "changed",
+            "rounded",
+            "device_types",
+            "holdings",
+            "receiver_path",
+        }
         assert told <= set(vars(ws.WrappingSource))
 
     def test_a_wrapper_that_stops_early_is_checked_to_the_end(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +19,8 @@ import weightsync as ws
 from tests.soak.sizes import sizes
 from tests.weights.meshes import member, shard
 from tests.weights.test_holdings import Told, assemble, differing, held_by, sent, tell
-from weightsync.errors import TransferError
 from weightsync.weights.copying.shards import Slice
-from weightsync.weights.sources.base import HeldSnapshot, SourceExtras, as_source
+from weightsync.weights.sources.base import SourceExtras, as_source
 from weightsync.weights.sources.experts import FusedExpertsSource, PerExpertSource
 from weightsync.weights.sources.holdings import Holdings
 
@@ -238,73 +236,3 @@ def test_a_wrapper_that_computes_has_none() -> None:
     assert SourceExtras(Negated(model())).holdings() is None
     assert SourceExtras(Prefixed(Negated(model()))).holdings() is None
     assert SourceExtras(Negated(Prefixed(model()))).holdings() is None
-
-
-def never() -> None:
-    """Nothing stops the copy."""
-
-
-class TestSnapshots:
-    def of(self, source: Any) -> HeldSnapshot:
-        return HeldSnapshot(source.manifest, held_by(source))
-
-    @pytest.mark.parametrize("form", ["module", "callable"])
-    def test_a_copy_is_of_this_ranks_part_alone(self, form: str) -> None:
-        """In the dtypes that are sent; the model goes on meanwhile."""
-        found: list[Told] = []
-        whole = sum(t.numel() for t in model().parameters()) * 2
-        nbytes = []
-
-        def copied(module: nn.Module) -> Any:
-            given = module if form == "module" else lambda: module.state_dict().items()
-            return as_source(given, dtype=torch.bfloat16)
-
-        for rank in range(3):
-            with member(rank, (3,)) as mesh:
-                sharded = model()
-                fully_shard(sharded, mesh=mesh)
-                source = copied(sharded)
-                snapshot = self.of(source)
-                assert snapshot.nbytes == 0
-                snapshot.take(never)
-                kept = snapshot.holdings.tensors()
-                with torch.no_grad():
-                    for parameter in sharded.parameters():
-                        parameter._local_tensor.fill_(9)  # type: ignore[attr-defined]  # a DTensor's
-                found.append(tell(source, snapshot.holdings))
-                nbytes.append(snapshot.nbytes)
-                snapshot.take(never)  # into the same memory
-                again = zip(snapshot.holdings.tensors(), kept, strict=True)
-                assert all(copy is before for copy, before in again)
-                assert all(bool((t == 9).all()) for t in snapshot.holdings.tensors())
-        _, wanted = sent(copied(model()))
-        assert differing(assemble(source.manifest, found), wanted) == []
-        assert sum(nbytes) == whole
-
-    def test_half_a_copy_is_not_sent(self) -> None:
-        tensors = {f"t{i}": torch.full((2,), float(i)) for i in range(3)}
-        snapshot = self.of(as_source(lambda: iter(tensors.items())))
-        with pytest.raises(TransferError, match="no whole copy"):
-            snapshot.holdings.tensors()
-        snapshot.take(never)
-        checks = iter((None, None, ValueError("stop")))
-
-        def stop() -> None:
-            if (error := next(checks)) is not None:
-                raise error
-
-        with pytest.raises(ValueError, match="stop"):
-            snapshot.take(stop)
-        with pytest.raises(TransferError, match="no whole copy"):
-            snapshot.holdings.tensors()
-        snapshot.take(never)
-        assert [t.tolist() for t in snapshot.holdings.tensors()] == [[0, 0], [1, 1], [2, 2]]
-        snapshot.drop()
-        assert snapshot.nbytes == 0
-        with pytest.raises(TransferError, match="no whole copy"):
-            list(snapshot.holdings.pairs())
-
-    def test_what_is_gathered_cannot_be_copied_by_one_rank(self) -> None:
-        held = Holdings(["a"], [Slice((1,), (((0, 1),),))], list, gathered={"b": "partial sums"})
-        with pytest.raises(AssertionError, match="what all gather"):
-            HeldSnapshot(ws.Manifest(()), held)

@@ -188,7 +188,8 @@ class Received:
     `lines_total` is the sum of all lines of what arrived, where the memory cannot be added up later
     because it holds shards, and a delta may follow; see weightsync.weights.lines.memory. Without it
     such a receiver takes no delta of these weights. `waited_s` is for how long it waited for the
-    sender's bytes.
+    sender's bytes. `read_nbytes` are the bytes of the stream that were read for it, `sources` these
+    by rank, where several send.
     """
 
     manifest: Manifest
@@ -197,6 +198,12 @@ class Received:
     tied: Mapping[str, str] = field(default_factory=dict)
     lines_total: int | None = None
     waited_s: float = 0.0
+    read_nbytes: int = 0
+    sources: Mapping[int, int] = field(default_factory=dict)
+
+
+Steps = Generator[None, None, Received]
+"""Yields in the middle of a transfer, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +239,16 @@ class LoadContext:
                 target.load([(spec.name, from_bytes(flat, spec)) for spec, flat in pairs])
         else:
             copy_tensors(layout, target.memory, Memory(tensors), self.check)
+
+
+def in_one(steps: Steps) -> Received:
+    """Return the result of a transfer in steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            received: Received = end.value
+            return received
 
 
 def copy_tensors(
@@ -302,6 +319,15 @@ class WeightTransferEngine(ABC):
         Returns when the last byte is in place and verified. The sender may overwrite its buffers
         afterwards. Raises VerificationError naming tensors, TransferError, TransferTimeout.
         """
+
+    def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
+        """Do what `receive_weights` does, and yield after every few bytes.
+
+        The streams of several ranks are received in turns, so that all ranks send at once. The
+        caller closes the generator where it stops early.
+        """
+        yield from ()
+        return self.receive_weights(update_info, context)
 
     def finish_weight_update(self) -> None:
         """Release the resources of an update. Called after its commit or abort."""
@@ -531,6 +557,13 @@ class Backend(ABC):
 
         A pure function of its arguments; an init message or a probe tests the path later.
         """
+
+    def takes_streams(self, receiver: Endpoint) -> bool:
+        """Whether the engine of a receiver reads the streams of several ranks (RankStreamsEngine).
+
+        A pure function of its argument, as `reach` is.
+        """
+        return False
 
     def adjust(self, options: TransferOptions) -> TransferOptions:
         """Return the options for all engines of a sender that uses this backend.

@@ -57,15 +57,13 @@ A thread of Gloo would free their tensors if it were the last to hold them. For 
 interpreter's lock, which aborts the process while the interpreter exits.
 """
 
-# Every call begins with an allreduce of one int64: each rank adds 1 to the bit field of its call.
-_FIELD_BITS = 15
+# Every call begins with an allgather of the same size: the call of each rank, and its payload where
+# that is short. A Gloo collective of 500 bytes takes as long as one of 8.
 _CALLS = ("agree", "failed agree", "exchange", "broadcast")
-_MASK = (1 << _FIELD_BITS) - 1
-MAX_RANKS = _MASK
-"""The largest count of a bit field."""
-# A Gloo collective of 500 bytes takes as long as one of 8: short payloads ride with their length.
-_INLINE_NBYTES = 504
-_LENGTH = struct.Struct("<q")
+MAX_RANKS = 32_767
+_FIRST_NBYTES = 512
+_HEAD = struct.Struct("<Bq")
+_INLINE_NBYTES = _FIRST_NBYTES - _HEAD.size
 
 
 class StoreRendezvous:
@@ -174,6 +172,7 @@ class RankComm:
         self._watch: RankWatch | None = watch
         weakref.finalize(self, watch.close)
         self._works: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
+        self._expected: tuple[list[torch.Tensor], dist.Work] | None = None
         self._rendezvous = rendezvous
         self._broken: str | None = None
         self._broken_as: type[TransferError] = TransferError
@@ -195,8 +194,7 @@ class RankComm:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in rank order; lengths may differ. Collective."""
         with self.calls.inside():
-            self._synchronize("exchange")
-            return self._gather(payload)
+            return self._gather("exchange", payload)
 
     def broadcast(self, payload: bytes | None = None) -> bytes:
         """Return the payload of rank 0; the other ranks pass None. Collective.
@@ -207,30 +205,55 @@ class RankComm:
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         with self.calls.inside():
-            self._synchronize("broadcast")
             data = payload if self.rank == 0 and payload is not None else b""
-            first = _first_part(data)
-            self._run(lambda group: group.broadcast(first, 0))
-            nbytes, inline = _read_first_part(first)
+            nbytes, inline = self._meet("broadcast", data)[0]
             if nbytes <= _INLINE_NBYTES:
                 return inline
             buffer = _tensor_of(data, nbytes)
             self._run(lambda group: group.broadcast(buffer, 0))
             return _bytes_of(buffer)
 
+    def expect(self) -> None:
+        """Begin to wait for the next broadcast of rank 0, which `broadcast` then returns.
+
+        The rank may do other work meanwhile, but no other call. Not on rank 0.
+        """
+        if self._broken is None and self._group is not None:
+            first = _first_part(_CALLS.index("broadcast"), b"")
+            parts = [torch.empty_like(first) for _ in range(self.size)]
+            self._expected = parts, self._kept(self._group.allgather([parts], [first]))
+
+    def check_expected(self) -> None:
+        """Raise TransferError where a rank was lost since `expect`; cheap."""
+        if self._expected is None:
+            return
+        work = self._expected[1]
+        if not work.is_completed():
+            return
+        try:
+            work.wait(_WAIT_SLICE)
+        except RuntimeError as exc:
+            self._expected = None
+            self._lose(exc.with_traceback(None), 0.0)
+
+    def spread(self, flat: torch.Tensor, owner: int) -> None:
+        """Overwrite `uint8[nbytes]` of the host with that of rank `owner`. Collective."""
+        with self.calls.inside():
+            self._run(lambda group: group.broadcast(flat, owner))
+
     def agree(
         self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
     ) -> None:
         """Raise on every rank if any rank passes an error: the same class, with the rank's name.
 
-        Costs one allreduce of 8 bytes without an error. Ranks that are in another call raise too. A
+        Costs one small allgather without an error. Ranks that are in another call raise too. A
         foreign exception becomes a RemoteError. Of several errors one is raised that is not the end
         of a wait, in a collective of torch for instance: such a wait may have been for the rank
         that failed. Of several of the same kind it is that of the lowest rank. `look` is called
         periodically during a long wait, and must not raise. Collective.
         """
         with self.calls.inside():
-            self._synchronize("agree" if error is None else "failed agree", error, look)
+            self._meet("agree" if error is None else "failed agree", error=error, look=look)
 
     def note_failure(self, error: BaseException) -> int:
         """Return how many waits ended in vain on other ranks before this error, and this one.
@@ -276,23 +299,33 @@ class RankComm:
         self._works.clear()  # they hold the group's sockets
         self._group = None
 
-    def _synchronize(
+    def _meet(
         self,
         call: str,
+        payload: bytes = b"",
+        *,
         error: BaseException | None = None,
         look: Callable[[], None] | None = None,
-    ) -> None:
-        """Wait until every rank is in this call. Raises if any passes an error or is in another."""
-        own = _CALLS.index(call)
-        counter = torch.tensor([1 << own * _FIELD_BITS], dtype=torch.int64)
-        self._run(lambda group: group.allreduce([counter]), look)
+    ) -> list[tuple[int, bytes]]:
+        """Wait until every rank is in this call; return each payload's length, and the payload.
+
+        b"" for one that is too long. Raises if any rank passes an error, or is in another call.
+        """
+        if self._expected is not None and call == "broadcast":
+            (parts, work), self._expected = self._expected, None
+            self._run(lambda _: work, look)
+        else:
+            first = _first_part(_CALLS.index(call), payload)
+            parts = [torch.empty_like(first) for _ in range(self.size)]
+            self._run(lambda group: group.allgather([parts], [first]), look)
         self._calls_made += 1
-        total = int(counter.item())
-        counts = [total >> i * _FIELD_BITS & _MASK for i in range(len(_CALLS))]
-        if counts[_CALLS.index("failed agree")]:
+        read = list(map(_read_first_part, parts))
+        calls = [_CALLS[number] for number, _, _ in read]
+        if "failed agree" in calls:
             raise self._agreed_error(error) from error
-        if counts[own] != self.size:
-            self._raise_different_calls(call)
+        if any(other != call for other in calls):
+            self._raise_different_calls(calls)
+        return [(length, inline) for _, length, inline in read]
 
     def _agreed_error(self, error: BaseException | None) -> WeightSyncError:
         """Return the error that all ranks raise: see `agree`."""
@@ -305,7 +338,7 @@ class RankComm:
                 order=self.note_failure(error),
             )
         self._order = 0
-        bodies = self._gather(b"" if own is None else msgspec.json.encode(own))
+        bodies = self._gather("exchange", b"" if own is None else msgspec.json.encode(own))
         failures = {
             rank: msgspec.json.decode(body, type=_Failure)
             for rank, body in enumerate(bodies)
@@ -329,8 +362,7 @@ class RankComm:
             )
         return from_problem(problem, peer=f"rank {self.names[first]}")
 
-    def _raise_different_calls(self, call: str) -> NoReturn:
-        calls = [body.decode() for body in self._gather(call.encode())]
+    def _raise_different_calls(self, calls: Sequence[str]) -> NoReturn:
         where = (
             f"{name_ranks(n for n, at in zip(self.names, calls, strict=True) if at == there)} "
             f"in {there}()"
@@ -339,15 +371,12 @@ class RankComm:
         self.close()
         self._broken = (
             f"the trainer's ranks are not in step: {', '.join(where)}; every rank has to make the "
-            "same calls on its sender, in the same order"
+            "same calls on its sender, in the same order; connect again"
         )
         raise ProtocolError(self._broken)
 
-    def _gather(self, payload: bytes) -> list[bytes]:
-        first = _first_part(payload)
-        parts = [torch.empty_like(first) for _ in range(self.size)]
-        self._run(lambda group: group.allgather([parts], [first]))
-        lengths, payloads = zip(*map(_read_first_part, parts), strict=True)
+    def _gather(self, call: str, payload: bytes) -> list[bytes]:
+        lengths, payloads = zip(*self._meet(call, payload), strict=True)
         longest = max(lengths)
         if longest <= _INLINE_NBYTES:
             return list(payloads)
@@ -361,7 +390,7 @@ class RankComm:
         self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
         if self._broken is not None:
-            raise self._broken_as(f"{self._broken}; connect again")
+            raise self._broken_as(self._broken)
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
@@ -429,13 +458,14 @@ class RankComm:
             lost = name_lost_ranks(self._rendezvous, self.names)
         self._broken = f"{lost} did not answer the trainer's other ranks"
         if not stopped:
-            raise TransferError(f"{self._broken}; restart what died, and connect again")
-        self._broken += f" within {limit_s:g} s"
-        self._broken_as = TransferTimeout
-        raise TransferTimeout(
-            f"{self._broken}, so its process is stopped, or its host cannot be reached; restart "
-            "it, and connect again"
+            self._broken += "; restart what died, and connect again"
+            raise TransferError(self._broken)
+        self._broken += (
+            f" within {limit_s:g} s, so its process is stopped, or its host cannot be reached; "
+            "restart it, and connect again"
         )
+        self._broken_as = TransferTimeout
+        raise TransferTimeout(self._broken)
 
     def _note_loss(self, how: str) -> str:
         """Note in the store that a rank is lost, and that this one lives; return how it was lost.
@@ -456,8 +486,11 @@ class RankComm:
         late = waited_s >= self.timeout_s * 0.9
         error = TransferTimeout if late else TransferError
         spent = f" within {self.timeout_s:g} s" if late else ""
-        self._broken = f"{lost} did not answer the trainer's other ranks{spent}"
-        raise error(f"{self._broken}; restart what died, and connect again") from cause
+        self._broken = (
+            f"{lost} did not answer the trainer's other ranks{spent}; restart what died, and "
+            "connect again"
+        )
+        raise error(self._broken) from cause
 
 
 class SingleRank(RankComm):
@@ -469,20 +502,31 @@ class SingleRank(RankComm):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = self.process_group = self._group = self._broken = self._watch = None
+        self._expected = None
         self._works = deque()
         self.calls = TorchCalls()
 
-    def _synchronize(
+    def _meet(
         self,
         call: str,
+        payload: bytes = b"",
+        *,
         error: BaseException | None = None,
         look: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> list[tuple[int, bytes]]:
         if error is not None:
             raise error
+        return [(0, b"")]
 
-    def _gather(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Return the payload."""
         return [payload]
+
+    def broadcast(self, payload: bytes | None = None) -> bytes:
+        """Return the payload. Raises ConfigError without one."""
+        if payload is None:
+            raise ConfigError("rank 0 has to give the payload that it broadcasts")
+        return payload
 
     def _run(
         self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
@@ -547,17 +591,17 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return any(name.startswith("torch.distributed") for name in modules)
 
 
-def _first_part(payload: bytes) -> torch.Tensor:
-    """Return the length of a payload, and the payload itself where it is short."""
+def _first_part(call: int, payload: bytes) -> torch.Tensor:
+    """Return a call, the length of its payload, and the payload itself where it is short."""
     inline = payload if len(payload) <= _INLINE_NBYTES else b""
-    return _tensor_of(_LENGTH.pack(len(payload)) + inline, _LENGTH.size + _INLINE_NBYTES)
+    return _tensor_of(_HEAD.pack(call, len(payload)) + inline, _FIRST_NBYTES)
 
 
-def _read_first_part(part: torch.Tensor) -> tuple[int, bytes]:
-    """Return the length of a payload, and the payload; b"" where it is too long to be inline."""
+def _read_first_part(part: torch.Tensor) -> tuple[int, int, bytes]:
+    """Return the call, and the length of its payload, and the payload; b"" where it is too long."""
     data = _bytes_of(part)
-    (length,) = _LENGTH.unpack_from(data)
-    return length, data[_LENGTH.size :][:length] if length <= _INLINE_NBYTES else b""
+    call, length = _HEAD.unpack_from(data)
+    return call, length, data[_HEAD.size :][:length] if length <= _INLINE_NBYTES else b""
 
 
 def _tensor_of(payload: bytes, length: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from msgspec import structs
 from weightsync.backends.base import Reader, Replies, Round
 from weightsync.report import SyncReport
 from weightsync.wire.messages import DeltaTerms
-from weightsync.wire.offers import ManifestMessage
+from weightsync.wire.offers import ManifestMessage, WantsInfo
 from weightsync.wire.problem import Problem
 
 ReadersByRank = dict[str, dict[int, list[int]]]
@@ -26,8 +26,14 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(Command, frozen=True, kw_only=True):
-    """Create trainer engines. `paths` has the path of each rank, by backend."""
+    """Create trainer engines. `paths` has the path of each rank, by backend.
 
+    With `streams`, the digest of the plan, each rank sends its own boxes; else the model. `wants`
+    are the boxes of receivers where the boxes of the ranks are cut.
+    """
+
+    streams: str = ""
+    wants: list[WantsInfo] = []
     paths: dict[str, dict[int, str]]
     packed: bool | None
     bucket_nbytes: int | None
@@ -49,7 +55,12 @@ class CheckMoved(Command, frozen=True, kw_only=True):
 
 
 class TakeSnapshot(Command, frozen=True, kw_only=True):
-    """Copy the source's tensors. The copy is sent from now on, and every engine opened anew."""
+    """Copy the source's tensors. The copy is sent from now on, and every engine opened anew.
+
+    With `streams` each rank copies the boxes that it sends; else the whole model.
+    """
+
+    streams: bool = False
 
 
 class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,11 +142,13 @@ class Begin(Command, frozen=True, kw_only=True):
     """Start an update of these readers. With `pairs`, of other tensors than the model's.
 
     `checks_memory`: where registered memory has moved on any rank, nothing begins on any, and the
-    results say so. `offer` stands for a `delta` that the ranks decide about.
+    results say so. `offer` stands for a `delta` that the ranks decide about. `goes_on`: where all
+    ranks have begun, each transfers without a further command, and replies at the End.
     """
 
     readers: ReadersByRank
     verify: bool
+    goes_on: bool = False
     pairs: bool = False
     checks_memory: bool = False
     delta: DeltaTask | None = None
@@ -213,7 +226,8 @@ AnyCommand = (
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reply of one rank: the fields that belong to the command, or `problem`.
 
-    `round` has the next messages of a handshake. `beats` has each reader's sign of life, by
+    `is_late`: the transfer before an End has failed on this rank. `round` has the next messages of
+    a handshake. `beats` has each reader's sign of life, by
     backend. `updates` has the payloads by backend, and by reader where each reader gets its
     own. `changed` names tensors of the source that changed during the transfer, `not_finite`
     those that hold NaN or infinity. `moved` and `estimate` are what the rank found before it began,
@@ -222,6 +236,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     problem: Problem | None = None
+    is_late: bool = False
     round: Round | None = None
     moved: bool = False
     beats: dict[str, dict[int, int | None]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 from msgspec import structs
@@ -28,6 +28,7 @@ from weightsync.ranks.commands import (
     decode_result,
     encode,
 )
+from weightsync.ranks.streams import plan_streams
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest
@@ -39,8 +40,9 @@ class RankGroup:
     """All ranks of one trainer, directed by rank 0. All ranks construct it together.
 
     Rank 0 calls `run_on_all` for each command, then `finish`. The other ranks call `serve`
-    meanwhile. `version` is the version that rank 0 sent last. `observers` receive every command of
-    rank 0. Raises ManifestMismatchError when the ranks do not send the same tensors.
+    meanwhile. `version` is the version that rank 0 sent last. `sends_streams`: the receivers are
+    connected to the streams of all ranks; known on rank 0 alone. `observers` receive every command
+    of rank 0. Raises ManifestMismatchError when the ranks do not send the same tensors.
     """
 
     def __init__(self, worker: RankWorker, comm: RankComm) -> None:
@@ -48,18 +50,24 @@ class RankGroup:
         self.comm = comm
         self.leads = comm.rank == 0
         self.version = 0
+        self.sends_streams = False
         self.observers = Observers()
         rank_info = worker.rank_info()
         self.rank_infos = [rank_info] if comm.size == 1 else self._exchange_rank_infos(rank_info)
+        if comm.size > 1:
+            worker.plan = plan_streams(self.manifest, comm.exchange(worker.describe_holdings()))
 
     @property
     def manifest(self) -> Manifest:
         """The manifest of the source."""
         return self.worker.source.manifest
 
-    def take_snapshot(self) -> None:
-        """Have all ranks copy their tensors, and send the copies from now on. Rank 0 only."""
-        self.run_on_all(TakeSnapshot())
+    def take_snapshot(self, *, streams: bool) -> None:
+        """Have all ranks copy their tensors, and send the copies from now on. Rank 0 only.
+
+        With `streams`, which the first copy decides, each copies the boxes that it sends.
+        """
+        self.run_on_all(TakeSnapshot(streams=streams))
         self.rank_infos = [structs.replace(info, stable=True) for info in self.rank_infos]
 
     def run_on_all(
@@ -75,6 +83,7 @@ class RankGroup:
                 return [self.worker.do(command, check)]
             self.comm.broadcast(encode(command))
             answers, error = self._do(command, check)
+            self._agree_on_apart(command, answers, error)
             if error is not None and not isinstance(error, CancelledError):
                 raise error
             for name, answer in zip(self.comm.names, answers, strict=True):
@@ -83,6 +92,26 @@ class RankGroup:
             if error is not None:
                 raise error
             return answers
+
+    def _agree_on_apart(
+        self, command: AnyCommand, answers: Sequence[CommandResult], error: BaseException | None
+    ) -> None:
+        """Raise on all ranks the error of a step that each did apart: of Begin, or at End.
+
+        One of rank 0's caller is raised there as it is.
+        """
+        failed = any(answer.is_late for answer in answers)
+        if isinstance(command, Begin) and command.goes_on:
+            failed = any(answer.problem is not None for answer in answers)
+            self.worker.note_late(error)
+        if not failed:
+            return
+        try:
+            self.worker.agree_on_late()
+        except WeightSyncError:
+            if error is not None and self.leads and not self.worker.is_own_error(error):
+                raise error from None
+            raise
 
     @contextmanager
     def _observed(self, command: AnyCommand) -> Iterator[None]:
@@ -97,6 +126,11 @@ class RankGroup:
             if isinstance(command, Begin):
                 nbytes = self.manifest.nbytes
                 notify(lambda o: o.on_transfer_start(self.worker.progress(), nbytes))
+
+    def run_here(self, command: AnyCommand, *, check: Callable[[], None]) -> None:
+        """Execute a command on rank 0 that the others execute by themselves. Rank 0 only."""
+        with self._observed(command) if self.observers else nullcontext():
+            self.worker.do(command, check)
 
     def check_same_call(self, call: str, arguments: Mapping[str, str]) -> None:
         """Raise on all ranks unless all make the same call, with the same arguments. Collective."""
@@ -122,10 +156,16 @@ class RankGroup:
             command = decode_command(self.comm.broadcast())
             if isinstance(command, Finished):
                 break
-            _, error = self._do(command, lambda: None)
+            answers, error = self._do(command, lambda: None)
             if error is not None and not isinstance(error, Exception):
                 raise error
+            try:
+                self._agree_on_apart(command, answers, error)
+            except WeightSyncError as exc:
+                error = exc
             own = error or own
+            if isinstance(command, Begin) and command.goes_on and all_began(answers):
+                self.worker.transfer_apart()
         self.version = command.version
         if command.problem is not None:
             raise from_problem(command.problem) from (own and own.__cause__)
@@ -159,6 +199,11 @@ class RankGroup:
                 "give connect() the same kind of source on every rank"
             )
         return rank_infos
+
+
+def all_began(answers: Iterable[CommandResult]) -> bool:
+    """Whether every rank has begun an update."""
+    return all(answer.problem is None and not answer.moved for answer in answers)
 
 
 class FollowerUpdate:

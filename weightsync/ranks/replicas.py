@@ -16,7 +16,7 @@ from weightsync.ranks.comm import RankComm, name_ranks
 from weightsync.tensors import contiguous_bytes, tensor_data
 from weightsync.weights.copying.checksums import settled
 from weightsync.weights.copying.fingerprint import mixed_total, xxh3
-from weightsync.weights.copying.shards import local_of, slice_key
+from weightsync.weights.copying.shards import Slice, local_of, slice_key
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,11 @@ class ReplicaCheck:
         """Note tensors, in the order of the names that `compare` gets."""
         for tensor in tensors:
             self._note(tensor)
+
+    def note_boxes(self, boxes: Iterable[tuple[int, Slice, torch.Tensor]]) -> None:
+        """Note the boxes that this rank holds of tensors, by the positions of their names."""
+        for place, box, tensor in boxes:
+            self._note_as(f"{box.spans}", place, tensor)
 
     def noting(
         self, pairs: Iterator[tuple[str, torch.Tensor]]
@@ -118,7 +123,10 @@ class ReplicaCheck:
         key = slice_key(tensor, self._ranks.size)
         if key is None:
             return
-        local = local_of(tensor)
+        self._note_as(key, place, local_of(tensor))
+
+    def _note_as(self, key: str, place: int, local: torch.Tensor) -> None:
+        """Note what this rank has of a tensor; ranks with the same key have the same part of it."""
         key += local.device.type  # the fingerprints of host memory are others
         if local.device.type == "cpu":
             self._noted.setdefault(key, {})[place] = xxh3(tensor_data(local))

@@ -21,9 +21,11 @@ from weightsync.ranks.comm import (
     compare_manifests,
 )
 from weightsync.ranks.replicas import ReplicaCheck
+from weightsync.ranks.streams import StreamSource
 from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.copying.fingerprint import mix64
+from weightsync.weights.copying.rank_streams import RankStream
 from weightsync.weights.copying.reshard import (
     Boxes,
     LocalBox,
@@ -34,10 +36,13 @@ from weightsync.weights.copying.reshard import (
 from weightsync.weights.copying.shards import Slice, gather, gathered_device
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
+    BaseTensors,
     DeclaredSource,
     IterableSource,
     ModuleSource,
+    Snapshot,
     SourceExtras,
+    SourceMemory,
     SourceWatch,
     SplitSource,
     WeightSource,
@@ -120,6 +125,32 @@ class CollectiveSource:
         if cancelled:
             raise CancelledError("another rank cancelled the step, and then reported no error")
 
+    @contextmanager
+    def apart(self, check: Callable[[], None]) -> Iterator[None]:
+        """Run the block as one rank's part of a step in which no rank waits for another one.
+
+        If it fails, the others leave the step when they `check`; the ranks agree on no error.
+        """
+        self._begin(check)
+        self._cancel_flag.next_step()
+        try:
+            self._check_own()
+            yield
+        except Cancellation as exc:
+            raise CancelledError("another rank cancelled the step") from exc
+        except BaseException:
+            self._cancel_flag.set()
+            raise
+
+    def is_own_error(self, error: BaseException) -> bool:
+        """Whether an error of the last step is not that of its `check`."""
+        return error is not self._check_error
+
+    def cancel_next(self) -> None:
+        """Cancel the next step, which this rank does not take part in, on the other ranks."""
+        self._cancel_flag.next_step()
+        self._cancel_flag.set()
+
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in the middle of a step. Every rank calls it."""
         try:
@@ -127,6 +158,11 @@ class CollectiveSource:
         except BaseException:  # the ranks agreed on an error, or a rank is lost
             self._over = True
             raise
+
+    def meet(self) -> None:
+        """Wait for all ranks, in the middle of a step. Raises on all where one has failed."""
+        self._agree()
+        self._raise_deferred()
 
     def check(self) -> None:
         """Raise when this rank has to leave the step, or Cancellation when another one has left."""
@@ -306,6 +342,35 @@ def _join_declared(source: DeclaredSource, ranks: RankComm) -> None:
     source.join(assemble)
 
 
+def join_snapshots(snapshot: Snapshot, streams: Sequence[RankStream], ranks: RankComm) -> Snapshot:
+    """Return a copy of the whole model, made of the copies that the ranks have of their boxes.
+
+    Collective: each rank broadcasts its boxes. The ranks agree first that all have them. A thread
+    may do this while the trainer uses its own group, so the bytes go through that of `ranks`.
+    """
+    own = ranks.together(snapshot.stable_tensors)
+    model = streams[0].model
+    device = own[0].device if own else torch.device("cpu")
+    with torch.inference_mode(False):
+        full = [
+            torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+            for spec in model.specs
+        ]
+        for stream in streams:
+            boxes = zip(stream.indices, stream.boxes, stream.manifest.specs, strict=True)
+            for i, (index, box, spec) in enumerate(boxes):
+                if not spec.nbytes:
+                    continue
+                flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+                if stream.rank == ranks.rank:
+                    flat = contiguous_bytes(own[i]).cpu()
+                ranks.spread(flat, stream.rank)
+                tensor = from_bytes(flat, spec)
+                for inside, part in box.parts():
+                    full[index][inside].copy_(tensor[part])
+    return Snapshot.of(model, full)
+
+
 def _broadcast(
     spec: TensorSpec, tensor: torch.Tensor, owner: int, ranks: RankComm, device: torch.device
 ) -> tuple[torch.Tensor, Exception | None]:
@@ -348,8 +413,10 @@ class SourceOfUpdate:
         self.manifest = given.manifest
         stable = given.stable_tensors()
         self.is_made = stable is None
-        # A ModuleSource has inspected its own.
-        self._inspects = not isinstance(given, ModuleSource)
+        # Whether the ranks make the tensors together.
+        self.is_gathered = self.is_made and collective is not None
+        # A ModuleSource has inspected its own, and the source of a stream those of another one.
+        self._inspects = not isinstance(given, ModuleSource | StreamSource)
         if stable is not None and self._inspects:
             check_sendable(self._named(stable))
         self.not_finite: list[str] = []
@@ -381,6 +448,14 @@ class SourceOfUpdate:
                     check_sendable(self._named(stable))
             self._stable = stable
         return self._stable
+
+    def bases(self) -> BaseTensors | None:
+        """Return the tensors in whose memory stable ones are; None where these are whole."""
+        return SourceMemory(self._given).bases()
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Return tensors that share the memory of stable ones, and follow where that is moved."""
+        return SourceMemory(self._given).buffers()
 
     def _named(self, stable: Sequence[torch.Tensor]) -> Iterator[Pair]:
         """Yield stable tensors with their names; another number of them is refused elsewhere."""

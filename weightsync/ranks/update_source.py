@@ -13,6 +13,7 @@ from weightsync.specs import Manifest
 from weightsync.weights.copying.shards import gather
 from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, pairs_of
 from weightsync.weights.sources.base import NamedTensors, WeightSource, checked_pairs
+from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.tensor_kinds import check_readable
 from weightsync.wire.messages import DeltaTerms
 
@@ -20,7 +21,8 @@ from weightsync.wire.messages import DeltaTerms
 class ModelComparison:
     """Comparison of the ranks' replicas of the model, in one pass over it.
 
-    Tensors whose memory is known are noted while the receivers read it, others as they are yielded.
+    Tensors whose memory is known are noted while the receivers read it, others as they are yielded;
+    where each rank `sends_streams` of its own, in a pass of their own.
     """
 
     def __init__(
@@ -29,25 +31,40 @@ class ModelComparison:
         model: SourceOfUpdate,
         collective: CollectiveSource | None,
         names: Sequence[str],
+        holdings: Holdings | None = None,
     ) -> None:
+        self.sends_streams = False
+        self._holdings = holdings
         self._check = check
         self._model = model
         self._collective = collective
         self._names = names
         self._is_due = False
 
+    @property
+    def is_next(self) -> bool:
+        """Whether the next update compares the replicas."""
+        return self._check.wants(self._names)
+
     def begin(self) -> None:
         """Prepare to compare the replicas, if that is to be done."""
         self._is_due = self._check.wants(self._names)
         self._check.begin()
         if self._collective is not None:
-            as_yielded = self._is_due and not self._model.has_own_tensors
+            as_yielded = self._is_due and not (self._model.has_own_tensors or self.sends_streams)
             self._collective.replicas = self._check if as_yielded else None
 
     def note(self) -> None:
         """Note this rank's tensors, where their memory is known."""
-        if self._is_due and self._model.has_own_tensors:
+        if not self._is_due:
+            return
+        if self._model.has_own_tensors:
             self._check.note_all(self._model.own_tensors())
+        elif self.sends_streams and self._holdings is not None:
+            held = self._holdings
+            places = {name: i for i, name in enumerate(self._names)}
+            boxes = zip(held.boxes, held.pairs(), strict=True)
+            self._check.note_boxes((places[name], box, tensor) for box, (name, tensor) in boxes)
 
     def end(self) -> None:
         """Compare, after a step that ended well on all ranks. Collective."""
@@ -80,7 +97,7 @@ class UpdateSource:
     @property
     def is_gathered(self) -> bool:
         """Whether the ranks gather the tensors together."""
-        return self._model.is_made
+        return self._model.is_gathered
 
     @property
     def manifest(self) -> Manifest | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
+
+from msgspec import structs
 
 from weightsync.backends.base import (
     Backend,
@@ -16,7 +18,6 @@ from weightsync.backends.base import (
     HeldMemory,
     ReaderChanges,
     ReaderWatch,
-    Replies,
     Round,
     TrainerWeightTransferEngine,
     TransferOptions,
@@ -37,7 +38,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.profiling import scope
-from weightsync.ranks.comm import RankComm
+from weightsync.ranks.comm import CancelledError, RankComm
 from weightsync.ranks.commands import (
     AnyCommand,
     BeforeBegin,
@@ -63,9 +64,11 @@ from weightsync.ranks.sources import (
     CollectiveSource,
     SourceOfUpdate,
     join_parts,
+    join_snapshots,
     source_device,
 )
 from weightsync.ranks.stop import StopSignal
+from weightsync.ranks.streams import StreamPlan, StreamSource, encode_held
 from weightsync.ranks.update_source import (
     DeltaUpdate,
     ModelComparison,
@@ -89,6 +92,7 @@ from weightsync.weights.sources.finite import CheckFinite
 from weightsync.weights.sources.wrapping import innermost
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import SharedMemoryUsage
+from weightsync.wire.offers import WantsInfo
 
 logger = logging.getLogger(__name__)
 
@@ -118,13 +122,24 @@ class RankWorker:
         if isinstance(described, SplitSource):
             join_parts(described, ranks)
         self._snapshot: Snapshot | None = None
+        self._copied: SourceOfUpdate | None = None
+        self._copied_stream: StreamSource | None = None
         self._collective = CollectiveSource(source, ranks) if ranks.size > 1 else None
         self._original = SourceOfUpdate(source, self._collective)
         self.replicas = ReplicaCheck(ranks, check_replicas)
         names = [spec.name for spec in described.manifest.specs]
-        self._comparison = ModelComparison(self.replicas, self._original, self._collective, names)
+        self._holdings = SourceExtras(source).holdings() if ranks.size > 1 else None
+        self._comparison = ModelComparison(
+            self.replicas, self._original, self._collective, names, self._holdings
+        )
         self.rounded = SourceExtras(source).rounded
         self.source = SourceOfUpdate(source, self._collective, check_finite)
+        self._given = source
+        self.plan = StreamPlan(why_not="one rank sends")
+        self._model_layout: StreamLayout | None = None
+        self._cuts: tuple[StreamPlan, list[WantsInfo], StreamPlan] | None = None
+        self._stream: SourceOfUpdate | None = None
+        self._streamed: StreamSource | None = None
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}
         self.sender_id = secrets.token_hex(8)
@@ -141,6 +156,8 @@ class RankWorker:
         self._passes: list[str] = []
         self._changes: ChangeLog | None = None
         self._update: UpdateSource | None = None
+        self._goes_on = self._transfers = False
+        self.late: BaseException | None = None
         self._senders: set[int] = set()
         self.calls = TorchCalls()
 
@@ -154,6 +171,16 @@ class RankWorker:
             backends=facts,
             unusable=unusable,
         )
+
+    def describe_holdings(self) -> bytes:
+        """Return what this rank tells the others about the boxes that it holds."""
+        host = device_keys(self._options.device)[-1]
+        return encode_held(self._holdings, self.source.manifest, host)
+
+    @property
+    def sent(self) -> SourceOfUpdate:
+        """The source that the engines read: the stream of this rank, or the model."""
+        return self._stream or self.source
 
     def backend(self, name: str) -> Backend:
         """Return a backend of this sender, or one that these require."""
@@ -178,7 +205,7 @@ class RankWorker:
                 case CheckMoved():
                     return self._check_moved()
                 case TakeSnapshot():
-                    return self._take_snapshot()
+                    return self._take_snapshot(command)
                 case Begin():
                     return self._begin(command)
                 case Transfer():
@@ -186,7 +213,7 @@ class RankWorker:
                 case KeepAlive():
                     return self._keep_alive(command)
                 case End():
-                    return self._end()
+                    return self._end_of_all()
                 case Withdraw():
                     self.close()
                     return CommandResult()
@@ -230,7 +257,11 @@ class RankWorker:
     def progress(self) -> dict[str, TransferProgress]:
         """Return the progress of the update that has begun, by backend, for observers."""
         found = {name: part(self.engines[name], ReaderWatch).progress() for name in self.reading}
-        return {name: progress for name, progress in found.items() if progress is not None}
+        known = {name: progress for name, progress in found.items() if progress is not None}
+        if self._stream is None:
+            return known
+        layout = self._model_layout = self._model_layout or StreamLayout(self.source.manifest)
+        return {name: _OfModel(progress, layout) for name, progress in known.items()}
 
     def usage(self, targets: Mapping[tuple[str, int], str]) -> list[SharedMemoryUsage]:
         """Return the memory that this rank shares; `targets` are its readers' names, by backend."""
@@ -254,7 +285,7 @@ class RankWorker:
         heartbeat, self._heartbeat = self._heartbeat, None
         handshakes, self._handshakes = self._handshakes, {}
         self.reading = {}
-        self.source.refresh()
+        self.sent.refresh()
         with ExitStack() as last:
             for engine in engines.values():
                 last.callback(_named, engine, "close")
@@ -262,7 +293,8 @@ class RankWorker:
                 last.callback(heartbeat.close)
             for handshake in handshakes.values():
                 last.callback(handshake.close)
-            self.source.end_watch()
+            self.sent.end_watch()
+            self._stream = self._streamed = None
 
     def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
@@ -272,6 +304,13 @@ class RankWorker:
     def _open(self, command: Open) -> CommandResult:
         self.close()
         self._packed = command.packed
+        self._comparison.sends_streams = bool(command.streams)
+        if command.streams:
+            self._stream = self._open_stream(command)
+        elif self._copied not in (None, self._original) and self._snapshot is not None:
+            # The copies are of the boxes of each rank, and one rank sends the model from now on.
+            whole = join_snapshots(self._snapshot, self.plan.streams, self._ranks)
+            self._send_whole_snapshot(whole)
         self._senders = {rank for paths in command.paths.values() for rank in paths}
         options = replace(
             self._options,
@@ -292,12 +331,36 @@ class RankWorker:
                 )
             method = f"backend {name!r}: trainer_engine()"
             with naming(method, BackendUnavailableError):
-                engine = backend.trainer_engine(self.source, path, options, bases)
+                engine = backend.trainer_engine(self.sent, path, options, bases)
             self.engines[name] = expect(engine, TrainerWeightTransferEngine, f"{method} returned")
             check_contract(type(engine), TrainerWeightTransferEngine)
         if self.engines:
             self._heartbeat = Heartbeat(self._beat)
         return CommandResult(extra_nbytes=self._extra_nbytes())
+
+    def cut_plan(self, wants: Sequence[WantsInfo]) -> StreamPlan:
+        """Return the plan whose boxes are cut where the receivers' are; those of a copy are not."""
+        if self._snapshot is not None:
+            return self.plan
+        known = self._cuts
+        if known is None or known[0] is not self.plan or known[1] != wants:
+            known = self._cuts = self.plan, list(wants), self.plan.cut(wants)
+        return known[2]
+
+    def _open_stream(self, command: Open) -> SourceOfUpdate:
+        """Return the source of this rank's stream. Raises ProtocolError for another plan."""
+        plan = self.cut_plan(command.wants)
+        digest = plan.digest
+        if digest != command.streams:
+            raise ProtocolError(
+                f"this rank planned which rank sends what as {digest or 'nothing'}, and rank 0 as "
+                f"{command.streams}; connect again"
+            )
+        if self._snapshot is not None:
+            return SourceOfUpdate(self._snapshot, None, self._check_finite)
+        source = self._streamed = self._stream_source(plan)
+        source.gather(self._ranks.agree)  # so that their memory is known
+        return SourceOfUpdate(source, None, self._check_finite)
 
     def _beat(self) -> None:
         for engine in list(self.engines.values()):
@@ -315,6 +378,8 @@ class RankWorker:
         """Take one step of a handshake, on a rank that has readers in it."""
         rank, name = self._ranks.rank, command.backend
         going_on = command.replies is not None and not command.over
+        if going_on and rank not in (command.replies or {}):
+            return CommandResult()  # its last round waits for those of other ranks, or it has ended
         try:
             if command.replies is None and rank in command.readers:
                 self.end_handshake(name)
@@ -323,8 +388,8 @@ class RankWorker:
                 self._handshakes[name] = expect(handshake, Generator, f"{method} returned")
                 return CommandResult(round=_checked_round(name, next(handshake)))
             replies = command.replies or {}
-            if name in self._handshakes and (rank in replies or going_on):
-                step = self._handshakes[name].send(replies.get(rank, Replies()))
+            if name in self._handshakes and rank in replies:
+                step = self._handshakes[name].send(replies[rank])
                 if going_on:
                     return CommandResult(round=_checked_round(name, step))
             self.end_handshake(name)
@@ -360,28 +425,34 @@ class RankWorker:
                 "this rank sends tensors that rank 0 does not; every rank has to call send() as "
                 "often as rank 0"
             )
-        self.source.refresh()
+        self.sent.refresh()
         return CommandResult(moved=self._has_moved)
 
     @property
     def _has_moved(self) -> bool:
         return any(part(engine, HeldMemory).needs_init for engine in self.engines.values())
 
-    def _take_snapshot(self) -> CommandResult:
+    def _take_snapshot(self, command: TakeSnapshot) -> CommandResult:
         """Copy the source's tensors; the first time, the copy takes the place of the source."""
-        snapshot = self._snapshot
-        if snapshot is None:
+        snapshot, copied = self._snapshot, self._copied
+        if snapshot is None or copied is None:
             self.close()
-            snapshot = Snapshot(self._original.manifest)
-        self._original.refresh()
+            copied, self._copied_stream = self._original, None
+            if command.streams:
+                stream = self._copied_stream = self._stream_source(self.plan)
+                copied = SourceOfUpdate(stream, None)
+            snapshot = Snapshot(copied.manifest)
+        copied.refresh()
         self._comparison.begin()
         with self._step():
-            self._original.watch(None, reads=True)
+            if self._copied_stream is not None and self._collective is not None:
+                self._copied_stream.gather(self._collective.meet)
+            copied.watch(None, reads=True)
             try:
                 self._comparison.note()
-                snapshot.take(self._original, self._check_all)
+                snapshot.take(copied, self._check_all)
             finally:
-                changed = self._original.end_watch()
+                changed = copied.end_watch()
             if changed:
                 snapshot.drop()
                 raise VerificationError(
@@ -391,9 +462,23 @@ class RankWorker:
                 )
         self._comparison.end()
         if self._snapshot is None:
-            self._snapshot = snapshot
-            self.source = SourceOfUpdate(snapshot, None, self._check_finite)
+            self._snapshot, self._copied = snapshot, copied
+            if not command.streams:
+                self._send_whole_snapshot(snapshot)
         return CommandResult(extra_nbytes=snapshot.nbytes)
+
+    def _send_whole_snapshot(self, snapshot: Snapshot) -> None:
+        """Send a copy of the whole model, as one rank would, from now on."""
+        self._snapshot, self._copied = snapshot, self._original
+        self._copied_stream = None
+        self.plan = StreamPlan(why_not="send_async() sends a copy of the whole model")
+        self.source = SourceOfUpdate(snapshot, None, self._check_finite)
+
+    def _stream_source(self, plan: StreamPlan) -> StreamSource:
+        """Return the source of the boxes that this rank sends."""
+        if self._holdings is None or not plan.streams:
+            raise ProtocolError("this rank has no stream of its own; connect again")
+        return StreamSource(self._given, plan, self._ranks.rank, self._holdings)
 
     def drop_snapshot(self) -> None:
         """Free the copy of the source's tensors; the next update makes another one."""
@@ -407,8 +492,10 @@ class RankWorker:
             moved=command.checks_memory and self._has_moved,
             estimate=None if command.offer is None else self._estimate(command.offer.task),
         )
+        if command.goes_on:  # what has moved is in the reply, and no rank transfers then
+            return found
         # Where one rank sends, and the others gather nothing for it, it decides by itself.
-        if self._collective is None or (len(self._senders) <= 1 and not self.source.is_made):
+        if self._collective is None or (len(self._senders) <= 1 and not self.sent.is_made):
             return found
         return BeforeBegin.of_all(
             map(decode_before_begin, self._collective.exchange(encode(found)))
@@ -436,7 +523,7 @@ class RankWorker:
     def _pairs_update(self) -> PairsUpdate:
         given, self.pairs = self.pairs, None
         reads = bool(self.reading)
-        return PairsUpdate(self.source, given or (), self._ranks, self.replicas, is_read=reads)
+        return PairsUpdate(self.sent, given or (), self._ranks, self.replicas, is_read=reads)
 
     def _model_update(self, task: DeltaTask | None) -> UpdateSource:
         """Return what an update of the model sends: all of it, or a delta."""
@@ -444,7 +531,7 @@ class RankWorker:
         # A snapshot was compared when it was taken.
         comparison = self._comparison if self._snapshot is None else None
         if task is None or (not task.bases and why_no_kernels()):
-            return UpdateSource(self.source, comparison, is_read=reads)
+            return UpdateSource(self.sent, comparison, is_read=reads)
         log = partial(self._log_of_changes, keeps=task.keeps)
         if not task.bases:
             return RecordedUpdate(self.source, comparison, is_read=reads, task=task, log=log)
@@ -453,11 +540,35 @@ class RankWorker:
             self.source, comparison, is_read=reads, task=task, log=log, one_pass=one_pass
         )
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the next update of the model needs no agreement between Begin and End.
+
+        Its ranks send streams, gather nothing, and compare no replicas.
+        """
+        return (
+            self._stream is not None
+            and not (self._streamed is not None and self.plan.gathered)
+            and not (self._snapshot is None and self._comparison.is_next)
+        )
+
+    def transfer_apart(self) -> None:
+        """Transfer after a Begin that `goes_on`; an error is kept for the reply to the End."""
+        self._ranks.expect()  # the command to end, so that the death of rank 0 is noticed
+        with suppress(BaseException):  # it is `late`: raised at the End, with the other ranks
+            self.do(Transfer(), lambda: None)
+
+    def cancel_transfer(self) -> None:
+        """Cancel the transfer that the other ranks do, where this one has not begun its own."""
+        if not self._transfers and self._collective is not None:
+            self._collective.cancel_next()
+
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
+        self._goes_on, self._transfers, self.late = command.goes_on, False, None
         self.reading = self._readers_of(command.readers)
         self._passes = [name for name in command.readers if not self.backend(name).requires]
-        self.source.refresh(passes=len(self._passes))
+        self.sent.refresh(passes=len(self._passes))
         found = BeforeBegin()
         update: UpdateSource | None = None
         self._update = None
@@ -465,7 +576,7 @@ class RankWorker:
             self._update = update = pairs = self._pairs_update()
             pairs.prepare(self._step)
         updates: dict[str, Any] = {}
-        with self._step():
+        with self._step(apart=command.goes_on):
             if update is None:
                 found = self._before_begin(command)
                 if found.moved:
@@ -475,6 +586,8 @@ class RankWorker:
                 if command.offer is not None and found.estimate is not None:
                     task, _ = command.offer.decide(found.estimate)
                 update = self._update = self._model_update(task)
+                if self._streamed is not None and self._collective is not None:
+                    self._streamed.gather(self._collective.meet)
             source = update.open()
             for name in self._in_order():
                 readers = self.reading.get(name)
@@ -483,7 +596,7 @@ class RankWorker:
                     payload = self.engines[name].begin(readers, verify=verify, source=source)
                     updates[name] = _checked_payload(name, payload, readers)
                 elif self._gathers_in(name, update, packed=False):
-                    self.source.drain(self._check_all)
+                    self.sent.drain(self._check_all)
         manifest = update.manifest if updates else None
         return CommandResult(
             updates=updates,
@@ -498,14 +611,15 @@ class RankWorker:
         update = self._update
         if update is None:
             raise ConfigError("no update was begun on this rank")
-        with self._step():
+        self._transfers = True
+        with self._noting_late(), self._step(apart=self._goes_on):
             try:
                 update.accompany()
                 for name in self._in_order():
                     if name in self.reading:
                         self.engines[name].transfer(self._check_all)
                     elif self._gathers_in(name, update, packed=True):
-                        self.source.drain(self._check_all)
+                        self.sent.drain(self._check_all)
             except BaseException:
                 for name in self.reading:
                     try:
@@ -531,6 +645,23 @@ class RankWorker:
         }
         return CommandResult(beats=beats)
 
+    def _end_of_all(self) -> CommandResult:
+        """End the update, and report whether this rank's transfer has failed."""
+        return structs.replace(self._end(), is_late=self.late is not None)
+
+    def note_late(self, error: BaseException | None) -> None:
+        """Keep the error of a Begin that the ranks do apart, for `agree_on_late`."""
+        self.late = error
+
+    def is_own_error(self, error: BaseException) -> bool:
+        """Whether an error is not that of the last check of this rank's caller."""
+        return self._collective is None or self._collective.is_own_error(error)
+
+    def agree_on_late(self) -> None:
+        """Raise on all ranks the error of a transfer that had no reply of its own. Collective."""
+        late, self.late = self.late, None
+        self._ranks.agree(late)
+
     def _end(self) -> CommandResult:
         """End the update on all engines, also after a failure; base engines end last."""
         update, self._update = self._update, None
@@ -541,11 +672,11 @@ class RankWorker:
             dependents = [e for e in self.engines.values() if e not in bases]
             for engine in bases:
                 stack.callback(_named, engine, "end")
-            stack.callback(lambda: changed.extend(self.source.end_watch(self._is_adopted)))
+            stack.callback(lambda: changed.extend(self.sent.end_watch(self._is_adopted)))
             for engine in dependents:
                 stack.callback(_named, engine, "end")
-        not_finite = self.source.not_finite
-        self.source.refresh()
+        not_finite = self.sent.not_finite
+        self.sent.refresh()
         digests = {name: _digest_of(self.engines[name]) for name in self.reading}
         lines, nbytes = (0, 0) if update is None else update.sent_lines
         return CommandResult(
@@ -564,9 +695,30 @@ class RankWorker:
             part(engine, HeldMemory).is_adopted(index, address) for engine in self.engines.values()
         )
 
-    def _step(self) -> AbstractContextManager[None]:
-        """One step of an update: with several ranks, an error of any rank is raised on all."""
-        return nullcontext() if self._collective is None else self._collective.step(self._check_own)
+    def _step(self, *, apart: bool = False) -> AbstractContextManager[None]:
+        """One step of an update: with several ranks, an error of any rank is raised on all.
+
+        Of a step that is done `apart` the others learn by its reply.
+        """
+        if self._collective is None:
+            return nullcontext()
+        step = self._collective.apart if apart else self._collective.step
+        return step(self._check_own)
+
+    @contextmanager
+    def _noting_late(self) -> Iterator[None]:
+        """Keep the error of a transfer whose end the ranks do not await together.
+
+        Not one of a check of rank 0, whose caller has it, nor that of a rank that cancelled it.
+        """
+        try:
+            yield
+        except BaseException as exc:
+            follows = self._ranks.rank > 0 or self._collective is None
+            tells = follows or (self._collective and self._collective.is_own_error(exc))
+            if self._goes_on and tells and not isinstance(exc, CancelledError):
+                self.late = exc
+            raise
 
     def _check_all(self) -> None:
         """Raise when this rank has to stop, or another rank has. For waits."""
@@ -574,6 +726,7 @@ class RankWorker:
             self._check_own()
         else:
             self._collective.check()
+            self._ranks.check_expected()
 
     def _check_own(self) -> None:
         self._check()
@@ -593,6 +746,19 @@ class RankWorker:
         """Whether the ranks gather the model's tensors in this step: in a transfer, packed ones."""
         in_place = update.in_place and self.backend(name).reads_in_place and self._packed is False
         return update.is_gathered and name in self._passes and in_place != packed
+
+
+class _OfModel:
+    """The progress of the readers of a model, as far as they are in the stream of this rank."""
+
+    def __init__(self, own: TransferProgress, model: StreamLayout) -> None:
+        self.layout = model
+        self._own = own
+
+    def taken_nbytes(self, reader: int) -> int:
+        """Return about how many bytes of the model a reader has read."""
+        whole = max(self._own.layout.nbytes, 1)
+        return self._own.taken_nbytes(reader) * self.layout.nbytes // whole
 
 
 def _named(engine: TrainerWeightTransferEngine, method: str) -> None:

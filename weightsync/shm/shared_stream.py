@@ -3,14 +3,16 @@
 Every tensor has a fixed place in one segment. A tensor that alone uses its storage is *moved* there
 (adopted). From then on the trainer's optimizer writes where the receivers read, and an update
 copies nothing on the trainer's side. A tensor that cannot be moved (a view of a larger tensor, a
-cast, a non-contiguous tensor) is copied to its place before each update.
+cast, a non-contiguous tensor) is copied to its place before each update. Tensors that are known to
+share its storage, as the flat buffers of FSDP2 do with the shards, are moved with it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +25,7 @@ from weightsync.shm.segment import Segment, live_segments
 logger = logging.getLogger(__name__)
 
 _SHAPE = operator.attrgetter("shape")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STEP_S = 5.0
 """How long `close` waits for an optimizer step of another thread."""
 _OWN_REFERENCES = 2
@@ -39,8 +42,11 @@ def _plain_tensors() -> Iterator[None]:
 class SharedStream:
     """Tensors at `offsets` of a segment of `nbytes` bytes.
 
-    `dtypes` and `shapes` are those that are sent. The constructor creates the segment, and raises
-    SegmentError if `/dev/shm` is too small.
+    `dtypes` and `shapes` are those that are sent. `buffers` returns tensors that may share the
+    storage of one that is moved: its whole storage is moved then, where its place has room.
+    `parts`, each a tensor by its index, the first byte and the bytes, are the registered `tensors`
+    instead of whole ones, and `offsets` are theirs. The
+    constructor creates the segment, and raises SegmentError if `/dev/shm` is too small.
     """
 
     @_plain_tensors()
@@ -52,11 +58,15 @@ class SharedStream:
         nbytes: int,
         *,
         adopt: bool,
+        buffers: Callable[[], Sequence[torch.Tensor]] = tuple,
+        parts: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         self.segment = Segment.create(max(nbytes, 1))
         self.finalizing = False
         self._adopt = adopt
-        self._adopted: dict[int, torch.Tensor] = {}
+        self._buffers = buffers
+        self._rooms = rooms(offsets, nbytes)
+        self._adopted: dict[int, list[torch.Tensor]] = {}
         self._alias_storages: dict[int, StorageWeakRef] = {}
         self._views: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
@@ -65,7 +75,13 @@ class SharedStream:
             flat = self.segment.tensor(offset, size.numel() * dtype.itemsize)
             self.tensors.append(flat)
             self._views.append(flat.view(dtype).view(size))
+        self._flats = self.tensors
+        self.offsets = list(offsets)
+        if parts is not None:
+            self.tensors = [self._flats[i][at : at + size] for i, at, size in parts]
+            self.offsets = [offsets[i] + at for i, at, _ in parts]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._part_addresses = [flat.data_ptr() for flat in self.tensors]
         self._shapes = [view.shape for view in self._views]
 
     @property
@@ -78,12 +94,12 @@ class SharedStream:
         """Bytes of the tensors that are copied here: the sender's memory beside its model."""
         if len(self._adopted) == len(self._views):
             return 0
-        sizes = enumerate(flat.numel() for flat in self.tensors)
+        sizes = enumerate(flat.numel() for flat in self._flats)
         return sum(nbytes for i, nbytes in sizes if i not in self._adopted)
 
     def is_adopted(self, index: int, address: int) -> bool:
-        """Return whether `address` is the place of tensor `index` in this segment."""
-        return self._addresses[index] == address
+        """Return whether `address` is the place of part `index` in this segment."""
+        return self._part_addresses[index] == address
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move the tensors that can be moved. Called before a background thread sends them.
@@ -92,9 +108,11 @@ class SharedStream:
         longer in use.
         """
         if self._adopt:
+            known = companions_of(self._buffers())
             for i, (tensor, view) in enumerate(zip(tensors, self._views, strict=True)):
-                if tensor.shape == view.shape and _alone_in_its_storage(tensor, view):
-                    self._copy_or_move(i, tensor)
+                companions = _companions(tensor, known)
+                if tensor.shape == view.shape and self._movable(i, tensor, companions):
+                    self._copy_or_move(i, tensor, companions)
 
     def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
         """Update every place; return the bytes that were copied.
@@ -105,11 +123,12 @@ class SharedStream:
         if len(self._adopted) == len(self._views) and self._all_in_place(tensors):
             return 0
         copied = 0
+        known = companions_of(self._buffers())
         places = zip(tensors, self._addresses, self._shapes, strict=True)
         for i, (tensor, address, shape) in enumerate(places):
             in_place = tensor.data_ptr() == address and tensor.shape == shape
             if not (in_place and tensor.is_contiguous() and i in self._adopted):
-                copied += self._copy_or_move(i, tensor)
+                copied += self._copy_or_move(i, tensor, _companions(tensor, known))
         return copied
 
     def _all_in_place(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -131,12 +150,13 @@ class SharedStream:
         if list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
             return False
         with held_back() as no_step_runs:
-            for i, adopted in self._adopted.items():
+            for i, moved in self._adopted.items():
+                adopted = moved[0]
                 if tensors[i].data_ptr() == self._addresses[i]:
                     continue
                 replaced = adopted is not tensors[i] and no_step_runs
                 if replaced and adopted.data_ptr() == self._addresses[i]:
-                    adopted.data = adopted.detach().clone()
+                    _to_private(moved)
                 if not self._alias_storages[i].expired():  # type: ignore[no-untyped-call]  # torch's
                     return True
         return False
@@ -162,16 +182,33 @@ class SharedStream:
                     self._move_back()
         self._adopted.clear()
         self._views.clear()
+        self._flats.clear()
         self.tensors.clear()
         self.segment.close()
 
     def _move_back(self) -> None:
-        for i, tensor in self._adopted.items():
-            if tensor.data_ptr() == self._addresses[i]:
-                tensor.data = tensor.detach().clone()
+        for i, moved in self._adopted.items():
+            if moved[0].data_ptr() == self._addresses[i]:
+                _to_private(moved)
+
+    def _movable(
+        self, index: int, tensor: torch.Tensor, companions: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether only a tensor and `companions` use its storage, and its place has room for it."""
+        view = self._views[index]
+        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+            return False
+        nbytes = view.numel() * view.element_size()
+        if companions:
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes > self._rooms[index] or tensor.storage_offset():
+                return False
+        return _alone_in_its_storage(tensor, view, nbytes, len(companions))
 
     @_plain_tensors()
-    def _copy_or_move(self, index: int, tensor: torch.Tensor) -> int:
+    def _copy_or_move(
+        self, index: int, tensor: torch.Tensor, companions: Sequence[torch.Tensor]
+    ) -> int:
         view = self._views[index]
         if tensor.shape != view.shape:
             raise ManifestMismatchError(
@@ -182,12 +219,24 @@ class SharedStream:
             return 0
         with held_back() as no_step_runs:  # a running step writes to the tensor's old memory
             view.copy_(tensor.detach())
-            if no_step_runs and self._adopt and _alone_in_its_storage(tensor, view):
-                tensor.data = self._new_alias(index)
-                self._adopted[index] = tensor
+            if no_step_runs and self._adopt and self._movable(index, tensor, companions):
+                if companions:
+                    _move([tensor, *companions], self._new_storage(index, tensor))
+                else:
+                    tensor.data = self._new_alias(index)
+                self._adopted[index] = [tensor, *companions]
             else:
                 self._adopted.pop(index, None)
         return view.numel() * view.element_size()
+
+    def _new_storage(self, index: int, tensor: torch.Tensor) -> torch.UntypedStorage:
+        """Return a new storage over a place, with all bytes of the storage of a tensor."""
+        storage = tensor.untyped_storage()
+        offset = self._addresses[index] - self.segment.address
+        place = self.segment.tensor(offset, storage.nbytes()).untyped_storage()
+        place.copy_(storage)
+        self._alias_storages[index] = StorageWeakRef(place)  # type: ignore[no-untyped-call]
+        return place
 
     def _new_alias(self, index: int) -> torch.Tensor:
         """Return a view of the place with a new storage.
@@ -202,18 +251,76 @@ class SharedStream:
         return flat.view(view.dtype).view(view.shape)
 
 
-def _alone_in_its_storage(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Return whether `tensor` is the only user of its memory, so that it can be moved."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
-        return False
+def rooms(offsets: Sequence[int], nbytes: int) -> list[int]:
+    """Return the bytes from each offset to the next one, the last time to `nbytes`."""
+    return [end - begin for begin, end in itertools.pairwise([*offsets, nbytes])]
+
+
+def companions_of(buffers: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors that use each storage of `buffers`, by its address.
+
+    A view keeps alive the tensor that it was made of, which is another user of its storage.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        users = found.setdefault(buffer.untyped_storage().data_ptr(), [])
+        for tensor in (buffer, buffer._base):
+            if tensor is not None and all(tensor is not known for known in users):
+                users.append(tensor)
+    return found
+
+
+def companion_sizes(buffers: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage of `buffers`, by its address."""
+    storages = [buffer.untyped_storage() for buffer in buffers]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def address_of_storage(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, 0 for a tensor of another class."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in _PLAIN else 0
+
+
+def _companions(
+    tensor: torch.Tensor, known: Mapping[int, Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return the other tensors that are known to use the storage of a tensor."""
+    if not known or type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+        return []
+    users = known.get(tensor.untyped_storage().data_ptr(), ())
+    others = [*users, tensor._base] if users and tensor._base is not None else users
+    return list({id(t): t for t in others if t is not tensor}.values())
+
+
+def _to_private(moved: Sequence[torch.Tensor]) -> None:
+    """Move a tensor back to private memory, with those that share its storage."""
+    if len(moved) == 1:
+        moved[0].data = moved[0].detach().clone()
+        return
+    storage = moved[0].untyped_storage()
+    together = [t for t in moved if t.untyped_storage().data_ptr() == storage.data_ptr()]
+    _move(together, storage.clone())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _move(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
+    """Point tensors that share one storage at the same places of another one."""
+    for tensor in tensors:
+        made = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _alone_in_its_storage(
+    tensor: torch.Tensor, view: torch.Tensor, nbytes: int, others: int
+) -> bool:
+    """Return whether `tensor` and `others` that are known alone use its storage of `nbytes`."""
     if tensor.dtype is not view.dtype or not tensor.is_contiguous() or not tensor.is_leaf:
         return False
     if tensor.is_inference():  # moved, it could not be viewed any more outside of inference mode
         return False
     storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.numel() * tensor.element_size():
+    if storage.nbytes() != nbytes:
         return False
-    if torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES:
+    if torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES + others:
         return False
     return not _in_shared_memory(tensor)
 

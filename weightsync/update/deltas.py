@@ -55,7 +55,14 @@ class DeltaPlanner:
     @property
     def may_send(self) -> bool:
         """Whether any update may be a delta."""
-        return not self._never
+        return not self._why_never
+
+    @property
+    def _why_never(self) -> str:
+        """Why no update is a delta, as the fleet is connected now."""
+        if self._group.sends_streams:
+            return "each rank sends the boxes that it holds, whole"
+        return self._never
 
     def offer(self, terms: StartTerms, members: Sequence[Member]) -> DeltaOffer | None:
         """Return the delta that the update of these members may send; None for none."""
@@ -98,8 +105,8 @@ class DeltaPlanner:
 
     def _why_not(self, members: Sequence[Member]) -> str:
         """Return why these members are sent no delta, whatever has changed."""
-        if self._never:
-            return self._never
+        if self._why_never:
+            return self._why_never
         fastest = {member.path for member in members if member.cost < _DEVICE_COST}
         if self.choice == "auto" and fastest == {member.path for member in members}:
             return f"a whole model takes less time over {', '.join(sorted(fastest))}"
@@ -133,7 +140,7 @@ class DeltaPlanner:
 
     def retry(self, terms: StartTerms) -> DeltaTask | None:
         """Return the task of an update that sends the whole model after a failure in this call."""
-        return None if self._never else DeltaTask(weights_id=terms.weights_id or "")
+        return None if self._why_never else DeltaTask(weights_id=terms.weights_id or "")
 
     def repeat(self) -> DeltaTask | None:
         """Return the task of an update that sends weights which receivers hold already.
@@ -141,7 +148,7 @@ class DeltaPlanner:
         The source may have changed since, which is found at the end of the update only. So what is
         recorded of it has no id: receivers hold other weights under theirs.
         """
-        return None if self._never else DeltaTask(weights_id="")
+        return None if self._why_never else DeltaTask(weights_id="")
 
     def report(
         self, results: Sequence[CommandResult], *, again: bool = False

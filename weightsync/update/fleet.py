@@ -54,7 +54,7 @@ from weightsync.wire.messages import (
     StatusRequest,
     StepReply,
 )
-from weightsync.wire.offers import Owner, OwnerStatus
+from weightsync.wire.offers import Owner, OwnerStatus, WantsInfo
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,13 @@ class Member:
 
     `name` is set where another member's transport has the same target, `server` for a worker of a
     server with several. Rank `rank` of the trainer sends to the member on `path`, of this `cost`,
-    by the engine of `backend`, where its index is `reader`. `skipped` has the reason why each other
-    path was not taken. `sender` is the sender id that the receiver knows, `released` the same id
-    after the memory was withdrawn. `term` is this sender's term as the owner of the receiver, 0
-    before the first status. `owned` says that this sender has been its owner, `replaced_by` is the
-    owner after it of which its user was told.
+    by the engine of `backend`, where its index is `reader`. Where several ranks send, each its
+    stream, these are `ranks`: the member has the same index on all of them, and `rank` is 0.
+    `skipped` has the reason why each other path was not taken, `wants` the boxes that the receiver
+    loads (None: whole tensors). `sender` is the sender id that the
+    receiver knows, `released` the same id after the memory was withdrawn. `term` is this sender's
+    term as the owner of the receiver, 0 before the first status. `owned` says that this sender has
+    been its owner, `replaced_by` is the owner after it of which its user was told.
 
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
@@ -116,11 +118,13 @@ class Member:
     server: Server | None = None
     status: Status = _NO_STATUS
     rank: int = 0
+    ranks: tuple[int, ...] = ()
     backend: str = ""
     path: str = ""
     cost: float = 0.0
     reader: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
+    wants: WantsInfo | None = None
     sender: str = ""
     released: str = ""
     term: int = 0
@@ -135,6 +139,11 @@ class Member:
     def target(self) -> str:
         """The receiver's name in messages to a user."""
         return self.name or self.transport.target
+
+    @property
+    def sending(self) -> tuple[int, ...]:
+        """The ranks that send to this member."""
+        return self.ranks or (self.rank,)
 
     @property
     def shown_path(self) -> str:

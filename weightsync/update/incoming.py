@@ -59,6 +59,7 @@ class IncomingUpdate:
     levels: set[Verification] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
     lines_total: int | None = None
+    sources: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.time)
@@ -104,6 +105,8 @@ class IncomingUpdate:
         self.fingerprints += received.fingerprints
         self.levels.add(received.verified)
         self.tied.update(received.tied)
+        for rank, nbytes in received.sources.items():
+            self.sources[rank] = self.sources.get(rank, 0) + nbytes
         if received.waited_s:
             self.seconds["wait"] = self.seconds.get("wait", 0.0) + received.waited_s
         # Of one message: several are of no stream whose lines could be added up.
@@ -189,6 +192,7 @@ class IncomingUpdate:
             table_digest=self.table_digest,
             delta=any(isinstance(target, DeltaTarget) for target in targets),
             names_nothing=any(target.named is False for target in targets),
+            sources=self.sources,
         )
 
     def timed(self, phase: str, started: float) -> None:

@@ -50,6 +50,7 @@ from weightsync.update.fleet import (
     raise_first,
 )
 from weightsync.update.paths import PathSelector
+from weightsync.weights.copying.fingerprint import as_words, table_digest
 from weightsync.weights.sources.base import NamedTensors
 from weightsync.wire.codec import InvalidReplyError
 from weightsync.wire.messages import (
@@ -301,6 +302,7 @@ class UpdateTransaction:
                 seconds=reply.seconds,
                 peak_extra_nbytes=reply.peak_extra_nbytes,
                 names_nothing=reply.names_nothing,
+                sources=reply.sources,
                 skipped_paths=member.skipped,
             )
             for member, reply in replies.items()
@@ -329,8 +331,18 @@ class UpdateTransaction:
             skipped_paths=skipped,
             not_finite=self._not_finite(),
             replicas_differ=self._group.worker.replicas.take_differing(),
+            gathered=self._gathered(),
             rule=self.rule,
         )
+
+    def _gathered(self) -> dict[str, str]:
+        """Return which tensors the ranks gathered, and why."""
+        if not self._whole:
+            return {}
+        if self._group.sends_streams:
+            return dict(self._group.worker.plan.gathered)
+        reason = self._paths.why_gathered
+        return {"all tensors": reason} if reason else {}
 
     @property
     def _staying(self) -> list[Member]:
@@ -360,12 +372,13 @@ class UpdateTransaction:
         started = time.perf_counter()
         members = self._staying
         begin = Begin(
-            readers=self._readers_by_rank(members),
+            readers=self._readers_by_rank(members, pairs=pairs),
             verify=self._verify,
             pairs=pairs,
             checks_memory=checks_memory,
             delta=self._delta,
             offer=self._offer,
+            goes_on=self._goes_on(pairs=pairs),
         )
         epoch = next(_EPOCHS)
 
@@ -376,17 +389,21 @@ class UpdateTransaction:
             )
 
         calls: dict[Member, Future[MemberReply]] = {}
+        others_transfer = False
         try:
             try:
                 self._begun = self._group.run_on_all(begin)
                 self._note_begun()
+                others_transfer = begin.goes_on
                 calls = dict(zip(members, self._fleet.begin(request, members), strict=True))
-                self._group.run_on_all(Transfer(), check=lambda: self._raise_early(calls))
+                self._run_transfer(lambda: self._raise_early(calls), goes_on=begin.goes_on)
                 self._seconds["transfer"] = time.perf_counter() - started
                 self._fleet.await_all(list(calls.values()), idle=lambda: self._watch(calls))
             except MemoryMovedError:
                 raise
             except BaseException as exc:
+                if others_transfer:
+                    self._group.worker.cancel_transfer()
                 self._stop(calls, exc)
                 raise
             finally:
@@ -403,10 +420,22 @@ class UpdateTransaction:
         self._raise_unless_all(answers)
         compares = self._whole and self._verify and not self.is_delta
         for member in self._staying if compares else ():
-            if self._results[member.rank].digests.get(member.backend) is None:
+            if self._digest(member) is None:
                 raise ConfigError(
                     f"backend {member.backend!r}: table_digest is None after a verified transfer"
                 )
+
+    def _goes_on(self, *, pairs: bool) -> bool:
+        """Whether all ranks transfer without a further command, and reply at the end."""
+        whole = not pairs and self._delta is None and self._offer is None
+        return whole and self._group.sends_streams and self._group.worker.can_go_on
+
+    def _run_transfer(self, check: Callable[[], None], *, goes_on: bool) -> None:
+        """Transfer every byte; with `goes_on` the other ranks have begun that by themselves."""
+        if goes_on:
+            self._group.run_here(Transfer(), check=check)
+        else:
+            self._group.run_on_all(Transfer(), check=check)
 
     def _note_begun(self) -> None:
         """Take what the ranks found and decided. Raises MemoryMovedError where none has begun."""
@@ -417,14 +446,15 @@ class UpdateTransaction:
             self.estimate = found.estimate
             self._delta, _ = self._offer.decide(found.estimate)
 
-    def _readers_by_rank(self, members: Sequence[Member]) -> ReadersByRank:
-        """Return the readers of an update of these members."""
+    def _readers_by_rank(self, members: Sequence[Member], *, pairs: bool) -> ReadersByRank:
+        """Return the readers of an update of these members; `pairs` come from one rank each."""
         readers: ReadersByRank = {}
         for member in members:
             for base in self._group.worker.backend(member.backend).requires:
                 readers.setdefault(base, {})
             by_rank = readers.setdefault(member.backend, {})
-            by_rank.setdefault(member.rank, []).append(member.reader)
+            for rank in (member.rank,) if pairs else member.sending:
+                by_rank.setdefault(rank, []).append(member.reader)
         return readers
 
     def _not_finite(self) -> tuple[str, ...]:
@@ -462,11 +492,10 @@ class UpdateTransaction:
     def _info(self, member: Member, epoch: int) -> RegisteredUpdate:
         """Return the update info of one member, with the payload of its trainer engine."""
         begun = self._begun[member.rank]
-        if member.backend not in begun.updates:
-            raise TransferError(f"rank {member.rank} began no update for {member.target}")
-        payload = begun.updates[member.backend]
-        if isinstance(payload, Mapping) and member.reader in payload:
-            payload = payload[member.reader]
+        payload = self._payload(member, member.rank)
+        if member.ranks:  # tensors of the caller's are all sent by one rank
+            ranks = member.ranks if begun.manifest is None else (member.rank,)
+            payload = [self._payload(member, rank) for rank in ranks]
         return RegisteredUpdate(
             sender=member.sender,
             epoch=epoch,
@@ -478,6 +507,16 @@ class UpdateTransaction:
             registered=True,
         )
 
+    def _payload(self, member: Member, rank: int) -> object:
+        """Return the payload of a rank's trainer engine for a member."""
+        updates = self._begun[rank].updates
+        if member.backend not in updates:
+            raise TransferError(f"rank {rank} began no update for {member.target}")
+        payload = updates[member.backend]
+        if isinstance(payload, Mapping) and member.reader in payload:
+            return payload[member.reader]
+        return payload
+
     def _call(
         self,
         request: Request | Callable[[Member], Request],
@@ -488,13 +527,25 @@ class UpdateTransaction:
         return self._fleet.call(request, chosen, idle=idle)
 
     def _finish_request(self, member: Member) -> FinishRequest:
-        digests = self._results[member.rank].digests if self._whole and self._results else {}
         return FinishRequest(
             update_id=self.update_id,
-            table_digest=digests.get(member.backend),
+            table_digest=self._digest(member) if self._whole and self._results else None,
             fleet=self._servers if member in self._described else None,
             delta_follows=self._delta is not None,
         )
+
+    def _digest(self, member: Member) -> str | None:
+        """Return the digest of the fingerprints that a member was sent; of several ranks, of all.
+
+        None where a rank has none.
+        """
+        found = [self._results[rank].digests.get(member.backend) for rank in member.sending]
+        known = [digest for digest in found if digest is not None]
+        if len(known) < len(found):
+            return None
+        if not member.ranks:
+            return known[0]
+        return table_digest([word for digest in known for word in as_words(digest)])
 
     def _describe_fleet(self) -> None:
         """Describe the fleet for status pages, to one worker of each server."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from weightsync.backends.base import (
     Backend,
@@ -34,9 +36,10 @@ from weightsync.errors import (
 from weightsync.ranks.commands import Connect, Open, RankInfo, Withdraw
 from weightsync.specs import FLOATING
 from weightsync.update.fleet import Fleet, Member, MemberReply, failures, raise_first
+from weightsync.weights.copying.rank_streams import describe_stream
 from weightsync.wire.codec import manifest_to_wire
 from weightsync.wire.messages import InitReply, InitRequest, Protocols, Request, ShutdownRequest
-from weightsync.wire.offers import InitInfo, ProbeRequest
+from weightsync.wire.offers import InitInfo, ProbeRequest, StreamsInfo, WantsInfo
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +151,8 @@ class PathSelector:
     `withdraw` closes everything. `seconds` has the duration of the last selection, by phase, and is
     `unreported` until a report includes it. `connected_once` is True once the fleet was connected.
     `backends` are tried in their order with `ordered`, otherwise by the cost of their paths.
-    `unusable` has the reasons against other backends.
+    `unusable` has the reasons against other backends. `why_gathers` is a reason, if there is one,
+    why several ranks gather the tensors; `why_gathered` is the one of the last connection.
     """
 
     def __init__(
@@ -159,7 +163,12 @@ class PathSelector:
         *,
         ordered: bool,
         unusable: Mapping[str, str],
+        why_gathers: str = "",
     ) -> None:
+        self._why_gathers = why_gathers
+        self._wants: list[WantsInfo] = []
+        self._spanning = ""
+        self.why_gathered = ""
         self.seconds: dict[str, float] = {}
         self.unreported = False
         self.connected_once = False
@@ -179,15 +188,21 @@ class PathSelector:
         """Identifies the cut of the stream. Fingerprints are comparable within one layout only."""
         options = self._options
         cut = options.packed, options.bucket_nbytes, options.num_buckets
+        if self._spanning:
+            digest = self._group.worker.cut_plan(self._wants).digest
+            return f"{digest} {sorted(self._paths[self._spanning].items())} {cut}"
         return f"{sorted((name, sorted(by.items())) for name, by in self._paths.items())} {cut}"
 
     def connect_all(self) -> None:
         """Connect every member by the cheapest path that works for it.
 
-        Raises BackendUnavailableError with the reason of each path when none works, and the error
-        of a member that the tensors do not fit.
+        By a path that spans the ranks where one reaches all members: no rank gathers then. Raises
+        BackendUnavailableError with the reason of each path when none works, and the error of a
+        member that the tensors do not fit.
         """
         members = self._fleet.members
+        if self._connect_spanning(members):
+            return
         candidates_of = {member: self._candidates(member) for member in members}
         while True:
             unreachable = [member for member, left in candidates_of.items() if not left]
@@ -208,6 +223,70 @@ class PathSelector:
                 logger.warning("%s: path %s: %s", answer.member.target, tried.path, answer.error)
                 candidates_of[answer.member].remove(tried)
 
+    def _connect_spanning(self, members: Sequence[Member]) -> bool:
+        """Connect all members so that each rank sends what it holds; False where that fails.
+
+        `why_gathered` then has the reason.
+        """
+        group = self._group
+        self.why_gathered = ""
+        if group.comm.size == 1:
+            return False
+        self.why_gathered = self._why_gathers or group.worker.plan.why_not
+        if self.why_gathered:
+            return False
+        for backend in self._backends:
+            found = spanning_paths(members, group.rank_infos, backend)
+            if isinstance(found, str):
+                self.why_gathered = self.why_gathered or found
+                continue
+            failed = self._open_spanning(members, backend.name, found)
+            if not failed and self._note_wants(members):
+                self.withdraw()
+                failed = self._open_spanning(members, backend.name, found)
+            if not failed:
+                group.sends_streams, self._spanning, self.why_gathered = True, backend.name, ""
+                return True
+            self.withdraw()
+            self.why_gathered = f"{failed[0].member.target}: {failed[0].error}"
+            logger.warning("the ranks gather all tensors: %s", self.why_gathered)
+        for member in members:
+            member.ranks = ()
+        return False
+
+    def _open_spanning(
+        self, members: Sequence[Member], backend: str, paths: Mapping[int, Reach]
+    ) -> list[MemberReply]:
+        """Connect all members to the streams of all ranks; return the results that failed."""
+        for member in members:
+            member.skipped = {}
+            self._set_spanning(member, backend, paths)
+        try:
+            self._open({}, streams={backend: paths})
+            return _path_failures(self._connect(members))
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def _note_wants(self, members: Sequence[Member]) -> bool:
+        """Note the boxes that members load; whether the boxes of the ranks are cut otherwise now.
+
+        Receivers of whole tensors have no part in that.
+        """
+        listed: list[WantsInfo] = []
+        for member in members:
+            if member.wants is not None and member.wants not in listed:
+                listed.append(member.wants)
+        before, self._wants = self._wants, listed
+        worker = self._group.worker
+        return worker.cut_plan(before).digest != worker.cut_plan(listed).digest
+
+    def _set_spanning(self, member: Member, backend: str, paths: Mapping[int, Reach]) -> None:
+        """Have every rank send to a member. Its path is the most expensive one of all ranks."""
+        worst = max(paths.values(), key=lambda reach: reach.cost)
+        member.rank, member.ranks = 0, tuple(paths)
+        member.backend, member.path, member.cost = backend, worst.path, worst.cost
+
     def offer(self, members: Sequence[Member]) -> None:
         """Connect members by the path that they have. Raises the first error."""
         raise_first(self._connect(members))
@@ -217,6 +296,8 @@ class PathSelector:
 
         Raises BackendUnavailableError where no path works.
         """
+        if self._spanning:
+            return self._extend_spanning(member)
         for candidate in self._candidates(member):
             if not self._has_engine(candidate):
                 return False
@@ -229,6 +310,25 @@ class PathSelector:
             else:
                 return True
         raise _unavailable([member])
+
+    def _extend_spanning(self, member: Member) -> bool:
+        """Connect a member to the streams of all ranks; False where the ranks have to gather."""
+        backend = self._backend(self._spanning)
+        found = spanning_paths([member], self._group.rank_infos, backend)
+        opened = self._paths[self._spanning]
+        most = backend.max_readers
+        full = most is not None and self._next_reader.get((backend.name, 0), 0) >= most
+        if isinstance(found, str) or full:
+            return False
+        if {rank: reach.path for rank, reach in found.items()} != opened:
+            return False
+        self._set_spanning(member, backend.name, found)
+        try:
+            self.offer([member])
+        except _PATH_ERRORS as exc:
+            logger.warning("%s: path %s: %s", member.target, member.path, exc)
+            return False
+        return member.wants is None or member.wants in self._wants
 
     def repair(self, members: Sequence[Member]) -> list[MemberReply]:
         """Connect again the members whose engine is not ready for them; return their results."""
@@ -272,6 +372,7 @@ class PathSelector:
             member.sender, member.released = "", "" if parts else member.sender
         if members is None:
             self._paths.clear()
+            self._spanning, self._group.sends_streams = "", False
             self._group.run_on_all(Withdraw())
 
     def _candidates(self, member: Member) -> list[Candidate]:
@@ -283,11 +384,17 @@ class PathSelector:
         return self._group.worker.backend(name)
 
     def _set_path(self, member: Member, chosen: Candidate) -> None:
+        member.ranks = ()
         member.rank, member.backend, member.path = chosen.rank, chosen.backend, chosen.path
         member.cost = chosen.cost
 
-    def _open(self, chosen: dict[Member, Candidate]) -> None:
-        """Have every rank open the engines for the chosen paths."""
+    def _open(
+        self,
+        chosen: dict[Member, Candidate],
+        *,
+        streams: Mapping[str, Mapping[int, Reach]] | None = None,
+    ) -> None:
+        """Have every rank open the engines for the chosen paths, or for those of its stream."""
         self._next_reader.clear()
         self._paths.clear()
         options = self._given
@@ -297,10 +404,14 @@ class PathSelector:
         for candidate in chosen.values():
             for base, path in self._backend(candidate.backend).requires.items():
                 self._paths.setdefault(base, {})[candidate.rank] = path
+        for name, reaches_of in (streams or {}).items():
+            self._paths[name] = {rank: reach.path for rank, reach in reaches_of.items()}
         for name in self._paths:
             options = adjusted(self._backend(name), options)
         self._options = options
         command = Open(
+            streams=self._group.worker.cut_plan(self._wants).digest if streams else "",
+            wants=self._wants if streams else [],
             paths=self._paths,
             packed=options.packed,
             bucket_nbytes=options.bucket_nbytes,
@@ -320,12 +431,18 @@ class PathSelector:
         return answers
 
     def _handshake(self, name: str, members: Sequence[Member]) -> list[MemberReply]:
-        """Run the handshake of a backend's engines; return the last result of each member."""
+        """Run the handshake of a backend's engines; return the last result of each member.
+
+        A rank whose probes are answered waits for the others: one init message of a member has
+        what all ranks offer to it.
+        """
         readers: dict[int, list[Reader]] = {}
         for member in members:
             self._assign_index(member)
-            readers.setdefault(member.rank, []).append(_reader(member))
+            for rank in member.sending:
+                readers.setdefault(rank, []).append(_reader(member))
         answers: dict[Member, MemberReply] = {}
+        waiting: dict[int, Round] = {}
         generation = next(_GENERATIONS)
         command = Connect(backend=name, generation=generation, readers=readers)
         with self._timed("offer"), ExitStack() as stack:
@@ -336,15 +453,14 @@ class PathSelector:
                 results = self._group.run_on_all(command)
                 if command.over:
                     return list(answers.values())
-                replies: dict[int, Replies] = {}
-                for rank, result in enumerate(results):
-                    if result.round is not None:
-                        own = [member for member in members if member.rank == rank]
-                        received = self._send_round(name, result.round, own, generation)
-                        answers.update((answer.member, answer) for answer in received)
-                        replies[rank] = _replies(received)
-                if not replies:
+                waiting.update(
+                    (rank, result.round)
+                    for rank, result in enumerate(results)
+                    if result.round is not None
+                )
+                if not waiting:
                     break
+                replies = self._send_rounds(name, waiting, members, generation, answers)
                 failed = {rank: reply for rank, reply in replies.items() if reply.failed}
                 command = Connect(backend=name, replies=failed or replies, over=bool(failed))
         silent = [member.target for member in members if member not in answers]
@@ -352,16 +468,40 @@ class PathSelector:
             raise ConfigError(f"backend {name!r}: handshake() sent {shorten(silent)} nothing")
         return list(answers.values())
 
-    def _send_round(
-        self, name: str, step: Round, members: Sequence[Member], generation: int
+    def _send_rounds(
+        self,
+        name: str,
+        waiting: dict[int, Round],
+        members: Sequence[Member],
+        generation: int,
+        answers: dict[Member, MemberReply],
+    ) -> dict[int, Replies]:
+        """Send the probes that wait, or else the init messages; return the replies by rank."""
+        replies: dict[int, Replies] = {}
+        probing = [rank for rank, step in waiting.items() if step.probe]
+        for rank in probing:
+            step = waiting.pop(rank)
+            own = [m for m in members if rank in m.sending and m.reader in step.messages]
+            received = self._fleet.call(partial(_probe, name, step), own)
+            answers.update((answer.member, answer) for answer in received)
+            replies[rank] = _replies(received, rank)
+        if not probing:
+            received = self._send_init(name, waiting, members, generation)
+            answers.update((answer.member, answer) for answer in received)
+            for rank in waiting:
+                own_replies = [a for a in received if rank in a.member.sending]
+                replies[rank] = _replies(own_replies, rank)
+            waiting.clear()
+        return replies
+
+    def _send_init(
+        self, name: str, steps: Mapping[int, Round], members: Sequence[Member], generation: int
     ) -> list[MemberReply]:
-        """Send one round of messages; return the results of the members that get one."""
+        """Send one init message to each member that all of its ranks have a payload for."""
         group, fleet = self._group, self._fleet
 
         def request(member: Member) -> Request:
-            payload = step.messages[member.reader]
-            if step.probe:
-                return InitRequest(probe=ProbeRequest(backend=name, payload=payload))
+            payloads = {rank: steps[rank].messages[member.reader] for rank in member.sending}
             return InitRequest(
                 init_info=InitInfo(
                     backend=name,
@@ -374,23 +514,40 @@ class PathSelector:
                     fleet_version=fleet.version,
                     generation=generation,
                     owner=fleet.owner(member),
-                    payload=payload,
+                    payload=(
+                        self._streams(name, payloads) if member.ranks else payloads[member.rank]
+                    ),
                 )
             )
 
-        called = [member for member in members if member.reader in step.messages]
+        called = [
+            member
+            for member in members
+            if all(
+                rank in steps and member.reader in steps[rank].messages for rank in member.sending
+            )
+        ]
         answers = fleet.call(request, called)
-        if step.probe:
-            return answers
         for i, answer in enumerate(answers):
             if answer.error is None:
                 answers[i] = _checked(answer, fleet.protocols)
             if answers[i].error is None:
                 answer.member.status = answer.status
+                reply = answer.reply
+                answer.member.wants = reply.wants if isinstance(reply, InitReply) else None
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
                 self._warn_of_rounding(answer)
                 answer.member.owned = True
         return answers
+
+    def _streams(self, name: str, payloads: Mapping[int, Any]) -> StreamsInfo:
+        """Return the streams of all ranks, as an init message has them."""
+        return StreamsInfo(
+            streams=[
+                describe_stream(stream, self._paths[name][stream.rank], payloads[stream.rank])
+                for stream in self._group.worker.cut_plan(self._wants).streams
+            ]
+        )
 
     def _warn_of_rounding(self, answer: MemberReply) -> None:
         """Log a warning, once a member, of tensors that are rounded and then kept in more digits.
@@ -474,14 +631,67 @@ def _reader(member: Member) -> Reader:
     )
 
 
-def _replies(answers: Sequence[MemberReply]) -> Replies:
-    """Return the results of a round, as its engine receives them."""
+def _probe(name: str, step: Round, member: Member) -> Request:
+    return InitRequest(probe=ProbeRequest(backend=name, payload=step.messages[member.reader]))
+
+
+def spanning_paths(
+    members: Sequence[Member], ranks: Sequence[RankInfo], backend: Backend
+) -> dict[int, Reach] | str:
+    """Return the cheapest path from each rank that reaches all members; or why there is none."""
+    name = backend.name
+    for member in members:
+        if name not in member.status.backends:
+            return f"{member.target} does not know {name}"
+        facts = member.status.backends[name]
+        if not backend.takes_streams(Endpoint(keys=member.status.device_keys, facts=facts)):
+            return f"{member.target} reads from one rank by {name}"
+    found: dict[int, Reach] = {}
+    for rank, info in enumerate(ranks):
+        if name in info.unusable:
+            return f"rank {rank}: {info.unusable[name]}"
+        ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(name))
+        shared = _shared_path(members, ours, backend)
+        if isinstance(shared, str):
+            return shared
+        found[rank] = shared
+    return found
+
+
+def _shared_path(members: Sequence[Member], ours: Endpoint, backend: Backend) -> Reach | str:
+    """Return the cheapest path from a rank that reaches all members; or why there is none."""
+    usable: dict[str, list[Reach]] = {}
+    why_not = f"rank {ours.rank} reaches the receivers by unlike paths"
+    for member in members:
+        there = member.status
+        theirs = Endpoint(keys=there.device_keys, facts=there.backends[backend.name])
+        for reach in reaches(backend, ours, theirs):
+            if reach.why_not:
+                why_not = f"rank {ours.rank} does not reach {member.target}: {reach.why_not}"
+            else:
+                usable.setdefault(reach.path, []).append(reach)
+    shared = [each for each in usable.values() if len(each) == len(members)]
+    if not shared:
+        return why_not
+    worst = [max(each, key=lambda reach: reach.cost) for each in shared]
+    return min(worst, key=lambda reach: reach.cost)
+
+
+def _replies(answers: Sequence[MemberReply], rank: int) -> Replies:
+    """Return the results of a round, as the engine of a rank receives them."""
     payloads = {
-        answer.member.reader: answer.reply.payload
+        answer.member.reader: _of_rank(answer.reply.payload, answer.member, rank)
         for answer in answers
         if isinstance(answer.reply, InitReply)
     }
     return Replies(payloads=payloads, failed=[answer.member.reader for answer in failures(answers)])
+
+
+def _of_rank(payload: Any, member: Member, rank: int) -> Any:
+    """Return what a member replied to one of the ranks that send to it."""
+    if member.ranks and isinstance(payload, list) and len(payload) == len(member.ranks):
+        return payload[member.ranks.index(rank)]
+    return payload
 
 
 def _path_failures(answers: Sequence[MemberReply]) -> list[MemberReply]:

@@ -40,6 +40,7 @@ from weightsync.update.lifecycle import (
 from weightsync.update.senders import FleetClaims, Senders
 from weightsync.weights.copying.checksums import to_hex
 from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.rank_streams import describe_wants
 from weightsync.weights.deltas.change_log import DeltaTarget
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.base import LoadTarget, WeightSink, check_manifest, users_code
@@ -59,7 +60,7 @@ from weightsync.wire.messages import (
     UpdateInfo,
     UpdateRequest,
 )
-from weightsync.wire.offers import InitInfo, describe
+from weightsync.wire.offers import InitInfo, WantsInfo, describe
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,12 @@ class ReceiverSession:
         """
         manifest = self.senders.manifest(sender)
         return self.sink.widened(manifest) if manifest is not None else None
+
+    def wants(self, sender: str) -> WantsInfo | None:
+        """Return the boxes that are loaded of a sender's tensors; None for whole tensors."""
+        manifest = self.senders.manifest(sender)
+        boxes = self.sink.boxes(manifest) if manifest is not None else None
+        return None if boxes is None else describe_wants(boxes)
 
     def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
         """Close the engine of a sender (None: of every sender).

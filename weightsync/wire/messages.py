@@ -22,6 +22,7 @@ from weightsync.wire.offers import (
     ReplyMessage,
     UpdateId,
     Version,
+    WantsInfo,
 )
 from weightsync.wire.problem import Problem
 
@@ -430,7 +431,7 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     `payload` is the data of the receiver's engine for the sender's engine. `widened` are the names
     of offered tensors that the receiver keeps in a floating-point dtype of more digits; None where
     it does not know in which dtype they are kept. `protocol` is the one that the receiver chose:
-    the newest that both sides have.
+    the newest that both sides have. `wants` are the boxes that it loads, None for whole tensors.
     """
 
     status: Status
@@ -438,6 +439,7 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     payload: Any = None
     widened: list[str] | None = None
     protocol: int = 1  # as of receivers that do not say it
+    wants: WantsInfo | None = None
 
 
 class StepReply(ReplyMessage, frozen=True, kw_only=True):
@@ -446,7 +448,8 @@ class StepReply(ReplyMessage, frozen=True, kw_only=True):
     `table_digest` names the fingerprints of what arrived. `delta_base` is the id of the weights in
     use, if the receiver can apply a delta to them. `delta`: only the lines that changed were
     written, and verified.
-    `names_nothing`: a hook took the tensors, and returned no names of what it loaded.
+    `names_nothing`: a hook took the tensors, and returned no names of what it loaded. `sources` has
+    the bytes that were copied from each rank, where several send.
     """
 
     state: StateName
@@ -462,6 +465,7 @@ class StepReply(ReplyMessage, frozen=True, kw_only=True):
     delta_base: UpdateId | None = None
     delta: bool = False
     names_nothing: bool = False
+    sources: dict[int, int] = {}
 
 
 class TensorPart(ReplyMessage, frozen=True, kw_only=True):

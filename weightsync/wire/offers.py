@@ -141,6 +141,53 @@ class OwnerStatus(ReplyMessage, frozen=True, kw_only=True):
     alive: bool = True
 
 
+MAX_RANKS = 4096
+MAX_SPANS = 1 << 16
+
+
+class BoxInfo(Message, frozen=True, kw_only=True):
+    """A box of a tensor of `shape`: its spans for each dimension, begin and end in elements."""
+
+    shape: Shape
+    spans: Annotated[
+        list[Annotated[list[tuple[Size, Size]], Meta(max_length=MAX_SPANS)]], Meta(max_length=16)
+    ]
+
+
+class StreamInfo(Message, frozen=True, kw_only=True):
+    """The boxes that one rank of the trainer sends; `payload` is for the engine alone.
+
+    Box i is `boxes[box[i]]` of tensor `tensors[i]` of the manifest. `path` is that of its bytes.
+    """
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    path: BackendName
+    tensors: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+    boxes: Annotated[list[BoxInfo], Meta(max_length=MAX_TENSORS)]
+    box: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+    payload: Any = None
+
+
+class WantsInfo(ReplyMessage, frozen=True, kw_only=True):
+    """The boxes that a receiver loads of the tensors that it was offered, where not all are whole.
+
+    It loads `boxes[box[i]]` of tensor `tensors[i]` of the manifest.
+    """
+
+    tensors: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+    boxes: Annotated[list[BoxInfo], Meta(max_length=MAX_TENSORS)]
+    box: Annotated[list[Size], Meta(max_length=MAX_TENSORS)]
+
+
+class StreamsInfo(Message, frozen=True, kw_only=True):
+    """The payload of an init by which several ranks send, each its boxes: all tensors together.
+
+    The payload of an update is then the list of theirs, in the same order.
+    """
+
+    streams: Annotated[list[StreamInfo], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
 class InitInfo(Message, frozen=True, kw_only=True):
     """The offer of a sender to one receiver; `payload` is for the engine of `backend` alone.
 

@@ -18,6 +18,7 @@ from weightsync.backends.base import (
     WeightTransferEngine,
     decode_payload,
 )
+from weightsync.backends.rank_streams import RankStreamsEngine
 from weightsync.backends.ring import MAX_READERS, ProbeMemory
 from weightsync.cuda import handles
 from weightsync.cuda.memory import check_probe
@@ -38,9 +39,13 @@ class IpcBackend(Backend):
     max_readers: ClassVar[int | None] = MAX_READERS
 
     def endpoint(self, device: torch.device) -> Any:
-        """Return the reason why memory of this process's GPU cannot be exported, if any."""
+        """Return that streams are read, and why this GPU's memory cannot be exported, if so."""
         refused = handles.why_not() if device.type == "cuda" else None
-        return {} if refused is None else {"no_cuda_ipc": refused}
+        return {"streams": True} | ({} if refused is None else {"no_cuda_ipc": refused})
+
+    def takes_streams(self, receiver: Endpoint) -> bool:
+        """Whether a receiver says so: one of an older version does not."""
+        return isinstance(receiver.facts, Mapping) and receiver.facts.get("streams") is True
 
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
         """Return both paths, by device keys. A probe shows whether a path works."""
@@ -60,12 +65,12 @@ class IpcBackend(Backend):
         return IpcTrainerEngine(source, options, path)
 
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
-        """Return an engine that reads a ring or registered memory."""
+        """Return an engine that reads a ring or registered memory, of each rank that sends."""
         from weightsync.backends.ipc.receiver import (  # noqa: PLC0415  # as above
             IpcWeightTransferEngine,
         )
 
-        return IpcWeightTransferEngine(device_keys)
+        return RankStreamsEngine(lambda: IpcWeightTransferEngine(device_keys))
 
     def check_probe(self, payload: Any, device_keys: Sequence[str]) -> None:
         """Open the memory of a probe, and compare it. Raises HandleError or SegmentError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,11 +11,12 @@ from weightsync.cuda.device_stream import DeviceStream
 from weightsync.cuda.pinning import CudaDriver
 from weightsync.cuda.staging import CudaCopyStream, StagedBuckets
 from weightsync.shm.ring import RingWriter
-from weightsync.shm.shared_stream import SharedStream
+from weightsync.shm.shared_stream import SharedStream, address_of_storage, companion_sizes
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.copy_plan import Memory, UnitCompiler
 from weightsync.weights.copying.fused import hashers
-from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.layout import StreamLayout, aligned
+from weightsync.weights.sources.base import SourceMemory, WeightSource
 from weightsync.wire.offers import StorageInfo
 
 
@@ -28,40 +29,74 @@ def stage_on_gpu(ring: Buckets, device: torch.device) -> StagedBuckets | None:
 
 def register(
     layout: StreamLayout,
+    source: WeightSource,
     stable: list[torch.Tensor] | None,
     device: torch.device | None,
     *,
     adopt: bool,
 ) -> SharedStream | DeviceStream:
-    """Register a layout's tensors on the GPU `device`, or in a segment where `device` is None."""
+    """Register the tensors of a source on the GPU `device`, or in a segment where it is None.
+
+    A tensor of the host whose storage has more bytes, or of which parts are sent, has one place for
+    all of them.
+    """
+    extras = SourceMemory(source)
     specs = layout.manifest.specs
     dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
-    shapes = [spec.shape for spec in specs]
+    shapes: list[Sequence[int]] = [spec.shape for spec in specs]
     if device is not None:
         return DeviceStream(dtypes, shapes, device, stable)
-    return SharedStream(layout.offsets, dtypes, shapes, layout.nbytes, adopt=adopt)
+    offsets, nbytes, parts = layout.offsets, layout.nbytes, None
+    bases = None if stable is None else extras.bases()
+    held = stable
+    if bases is not None:
+        held = bases.tensors
+        dtypes, shapes = [tensor.dtype for tensor in held], [tensor.shape for tensor in held]
+        sizes = [spec.nbytes for spec in specs]
+        parts = [(*place, size) for place, size in zip(bases.where, sizes, strict=True)]
+    flats = extras.buffers() if held is not None else ()
+    if held is not None and (flats or bases is not None):
+        storages = companion_sizes(flats)
+        offsets, nbytes = [], 0
+        for tensor in held:
+            offsets.append(nbytes)
+            nbytes += aligned(max(tensor.nbytes, storages.get(address_of_storage(tensor), 0)))
+    return SharedStream(
+        offsets, dtypes, shapes, nbytes, adopt=adopt, buffers=extras.buffers, parts=parts
+    )
+
+
+def held_tensors(
+    memory: SharedStream | DeviceStream, source: WeightSource
+) -> list[torch.Tensor] | None:
+    """Return the tensors that were registered, as they are now; None where they are made."""
+    bases = SourceMemory(source).bases() if isinstance(memory, SharedStream) else None
+    return source.stable_tensors() if bases is None else bases.tensors
+
+
+def has_offsets(memory: SharedStream | DeviceStream, layout: StreamLayout) -> bool:
+    """Whether registered memory has the offsets of the stream, zeros between tensors included."""
+    return isinstance(memory, SharedStream) and memory.offsets == layout.offsets
 
 
 def in_place_hashers(
     memory: SharedStream | DeviceStream, layout: StreamLayout
 ) -> list[Callable[[], int]]:
     """Return a function for each copy unit of registered memory that fingerprints it in place."""
-    in_place = Memory(memory.tensors, flat=isinstance(memory, SharedStream))
+    in_place = Memory(memory.tensors, flat=has_offsets(memory, layout))
     compiler = UnitCompiler(layout, in_place, in_place)
     return hashers([compiler.compile(unit) for unit in layout.units])
 
 
-def storage_info(
-    memory: SharedStream | DeviceStream | None, layout: StreamLayout
-) -> StorageInfo | None:
+def storage_info(memory: SharedStream | DeviceStream | None) -> StorageInfo | None:
     """Return the handles of registered memory; GPU memory is exported once per call."""
     if memory is None:
         return None
     if isinstance(memory, SharedStream):
         return StorageInfo(
             handles=[keyed_handle(memory.segment)],
-            storage=[0] * len(layout.offsets),
-            offset=layout.offsets,
+            storage=[0] * len(memory.offsets),
+            offset=memory.offsets,
         )
     storages, where, offsets = memory.storages()
     handles = [keyed_handle(None, storage) for storage in storages]

@@ -6,7 +6,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
+from weightsync.backends.base import (
+    LoadContext,
+    Received,
+    Steps,
+    WeightTransferEngine,
+    in_one,
+)
 from weightsync.backends.ipc.transfer import (
     IncomingTransfer,
     OpenedMemory,
@@ -92,9 +98,13 @@ class IpcWeightTransferEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
         """Load a registered update into its load target; see the contract."""
+        return in_one(self.receive_in_steps(update_info, context))
+
+    def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
+        """Load a registered update chunk by chunk; see the contract."""
         self._at_work = True
         try:
-            return IncomingTransfer(self._open, update_info, context).run()
+            return (yield from IncomingTransfer(self._open, update_info, context).run())
         finally:
             self._at_work = False
 

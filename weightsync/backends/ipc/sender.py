@@ -17,6 +17,7 @@ from weightsync.backends.base import (
     TransferProgress,
 )
 from weightsync.backends.ipc.memory import (
+    held_tensors,
     in_place_hashers,
     memory_names,
     register,
@@ -182,10 +183,12 @@ class IpcTrainerEngine(RingEngine):
             self._ring = keep(closing(Ring(self._shape, device, gpu)))
             self._control = self._ring.control
             self._stage = None if on_gpu else stage(self._ring.buckets, options.device)
-            memory = None if packed else register(self._whole, stable, gpu, adopt=options.adopt)
+            memory = (
+                None if packed else register(self._whole, source, stable, gpu, adopt=options.adopt)
+            )
             self._memory = None if memory is None else keep(closing(memory))
             if isinstance(memory, SharedStream) and stable is not None:
-                memory.adopt(stable)
+                memory.adopt(held_tensors(memory, source) or ())
         except BaseException:
             self.close()
             raise
@@ -274,7 +277,7 @@ class IpcTrainerEngine(RingEngine):
         """
         if reader >= self._shape.num_readers:
             raise ConfigError(f"one sender has at most {MAX_READERS} readers; {reader} is too many")
-        return self._ring.offer(reader, generation, storage_info(self._memory, self._whole))
+        return self._ring.offer(reader, generation, storage_info(self._memory))
 
     def begin(
         self, readers: Sequence[int], *, verify: bool, source: WeightSource | None = None
@@ -340,7 +343,7 @@ class IpcTrainerEngine(RingEngine):
         On a GPU: a storage was reallocated. On the host: a place in the segment has another tensor,
         which must not be overwritten.
         """
-        stable = self._source.stable_tensors() if self._memory else None
+        stable = held_tensors(self._memory, self._source) if self._memory else None
         if isinstance(self._memory, DeviceStream):
             return self._memory.moved(stable or [])
         return self._memory is not None and stable is not None and self._memory.occupied(stable)
@@ -457,7 +460,7 @@ class IpcTrainerEngine(RingEngine):
             for i, (_, tensor) in enumerate(self._source.tensors()):
                 memory.write(i, tensor)
         else:
-            memory.refresh(stable)
+            memory.refresh(held_tensors(memory, self._source) or stable)
         if isinstance(memory, DeviceStream):
             memory.wait()  # readers start when they get the message with this payload
         self._update = self._publish_table

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from weightsync.backends.base import LoadContext, Received
+from weightsync.backends.base import LoadContext, Received, Steps
 from weightsync.backends.ipc.lending import DeliveryPlan, Lent
 from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.cuda.memory import OpenMemory
@@ -256,6 +257,17 @@ _IN_PLACE = 4
 """Marks kept copy plans that only read memory; the marks of others are `ring` + 2 * `verify`."""
 
 
+class Compiled(NamedTuple):
+    """Copy plans, and the copy units of which each has the copies; others have no place here.
+
+    `nbytes` are the bytes of tensors in these units.
+    """
+
+    plans: list[CopyPlan]
+    units: list[list[CopyUnit]]
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedMemory:
     """The memory that an init opened: control segment, ring, registered tensors. Its layouts.
@@ -276,14 +288,14 @@ class OpenedMemory:
     chunked: StreamLayout
     registered: Memory | None
     kept: ExitStack
-    copy_plans: dict[tuple[int, int, int], tuple[object, object, list[CopyPlan]]] = field(
+    copy_plans: dict[tuple[int, int, int], tuple[object, object, Compiled]] = field(
         default_factory=dict
     )
     assembly: Assembly = field(default_factory=Assembly)
     deliveries: dict[Together | None, DeliveryPlan] = field(default_factory=dict)
     lent: list[Lent] = field(default_factory=list)
 
-    def keep(self, layout: StreamLayout, memory: Memory, kind: int, plans: list[CopyPlan]) -> None:
+    def keep(self, layout: StreamLayout, memory: Memory, kind: int, plans: Compiled) -> None:
         """Keep copy plans for later updates while `memory` exists, and drop the oldest."""
         key, kept = (id(layout), id(memory), kind), self.copy_plans
         # Both references keep the ids unique: the weak one drops the plans before an id is reused.
@@ -292,7 +304,7 @@ class OpenedMemory:
         if len(kept) > _KEPT_COPY_PLANS:
             kept.pop(next(iter(kept)), None)
 
-    def kept_plans(self, layout: StreamLayout, memory: Memory, kind: int) -> list[CopyPlan] | None:
+    def kept_plans(self, layout: StreamLayout, memory: Memory, kind: int) -> Compiled | None:
         """Return what `keep` was given, None where it is not kept."""
         found = self.copy_plans.get((id(layout), id(memory), kind))
         return None if found is None else found[2]
@@ -371,6 +383,7 @@ class IncomingTransfer:
             self._layout = chunked_layout(manifest, opened.info)
         else:
             self._layout = opened.chunked if ring_update.packed else opened.whole
+        self._read_nbytes = self._layout.manifest.nbytes
         self._reader = RingReader(
             self._control,
             opened.info.reader,
@@ -379,7 +392,7 @@ class IncomingTransfer:
             spin_s=0.0 if opened.relayed else SPIN_S,
         )
 
-    def run(self) -> Received:
+    def run(self) -> Steps:
         """Load the tensors, compare the fingerprints, and return the result."""
         self._await_epoch()
         load_target = self._context.open_target(self._layout)
@@ -387,9 +400,9 @@ class IncomingTransfer:
         if adds_up and not why_no_kernels():
             self._lines_total = 0
         if self._ring_update.packed:
-            self._through_ring(load_target)
+            yield from self._through_ring(load_target)
         else:
-            self._from_storages(load_target)
+            yield from self._from_storages(load_target)
         if self._wrong:
             raise VerificationError(names=self._wrong_names())
         return Received(
@@ -398,6 +411,7 @@ class IncomingTransfer:
             self._level(load_target),
             lines_total=self._lines_total,
             waited_s=self._waited_s,
+            read_nbytes=self._read_nbytes,
         )
 
     def _await_chunk(self, j: int) -> int:
@@ -423,22 +437,26 @@ class IncomingTransfer:
                 "is over"
             )
 
-    def _through_ring(self, load_target: LoadTarget) -> None:
+    def _through_ring(self, load_target: LoadTarget) -> Generator[None, None, None]:
         if load_target.memory is None:
-            self._through_hook(load_target)
+            yield from self._through_hook(load_target)
             return
-        copy_plans = self._compile(load_target, ring=True)
+        compiled = self._compile(load_target, ring=True)
+        self._read_nbytes = compiled.nbytes
         for j, chunk in enumerate(self._layout.chunks):
             self._check()
             bucket = self._await_chunk(j)
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected = self._expected_of(j, len(units))
             self._context.mark_dirty()
-            self._run(copy_plans[j], units, expected)
+            got = compiled.plans[j].run()
+            _settle(compiled.plans[j : j + 1])
+            self._compare_taken(units, compiled.units[j], got, expected)
             self._add_up(self._opened.buckets[bucket], chunk)
             self._reader.release(j)
+            yield
 
-    def _through_hook(self, load_target: LoadTarget) -> None:
+    def _through_hook(self, load_target: LoadTarget) -> Generator[None, None, None]:
         """Pass the chunks of the ring to a hook."""
         verify, lent = self._info.verify, self._lent(load_target)
         feeder = self._feeder(load_target, lent)
@@ -460,10 +478,11 @@ class IncomingTransfer:
             self._context.mark_dirty()
             feeder.deliver(j, buffer)
             self._reader.release(j)
+            yield
         self._context.mark_dirty()  # where all tensors are empty, no chunk has called it
         feeder.finish()
 
-    def _from_storages(self, load_target: LoadTarget) -> None:
+    def _from_storages(self, load_target: LoadTarget) -> Generator[None, None, None]:
         registered = self._opened.registered
         if registered is None:
             raise ProtocolError(
@@ -476,9 +495,11 @@ class IncomingTransfer:
             assert given is not None
             feeder = HookFeeder(self._layout, load_target, self._context, lent=lent)
             if self._info.verify:
-                got, expected = self._each(self._read_in_place(given)), self._published_table()
+                got = yield from self._each(self._read_in_place(given).plans)
+                expected = self._published_table()
                 if got != expected and lent is not None and lent.restore(given.tensors):
-                    got = [f for plan in self._read_in_place(given) for f in plan.run()]  # as above
+                    plans = self._read_in_place(given).plans
+                    got = [f for plan in plans for f in plan.run()]  # as above
                 self._compare(self._layout.units, got, expected)
             elif lent is not None:
                 lent.restore_written(given.tensors)
@@ -487,10 +508,12 @@ class IncomingTransfer:
             feeder.deliver_whole(given)
         else:
             self._context.mark_dirty()
-            copy_plans = self._compile(load_target, ring=False)
-            got = self._each(copy_plans)
-            _settle(copy_plans)
-            self._compare(self._layout.units, got, self._published_table())
+            compiled = self._compile(load_target, ring=False)
+            self._read_nbytes = compiled.nbytes
+            got = yield from self._each(compiled.plans)
+            _settle(compiled.plans)
+            taken = [unit for units in compiled.units for unit in units]
+            self._compare_taken(self._layout.units, taken, got, self._published_table())
             if self._lines_total is not None:
                 self._lines_total = LineMemory(self._layout, registered).total()
         if self._control.epoch != self._ring_update.epoch:
@@ -517,7 +540,7 @@ class IncomingTransfer:
             memory = assembly.take(plan.nbytes, opened.buckets[0].device)
         return HookFeeder(layout, load_target, self._context, plan=plan, memory=memory, lent=lent)
 
-    def _each(self, copy_plans: Sequence[CopyPlan]) -> list[int]:
+    def _each(self, copy_plans: Sequence[CopyPlan]) -> Generator[None, None, list[int]]:
         """Run the plans of registered memory, and publish the progress for the sender."""
         got: list[int] = []
         reader = self._opened.info.reader
@@ -527,15 +550,11 @@ class IncomingTransfer:
                 self._check()
             self._control.load(reader, before + copy_plan.start)
             got += copy_plan.run()
+            yield
         self._control.load(reader, before + self._layout.nbytes)
         return got
 
-    def _run(self, copy_plan: CopyPlan, units: list[CopyUnit], expected: list[int]) -> None:
-        got = copy_plan.run()
-        _settle([copy_plan])
-        self._compare(units, got, expected)
-
-    def _read_in_place(self, registered: Memory) -> list[CopyPlan]:
+    def _read_in_place(self, registered: Memory) -> Compiled:
         """Return plans that fingerprint registered memory in place, before a hook gets it."""
         kept = self._opened.kept_plans(self._layout, registered, _IN_PLACE)
         if kept is not None:
@@ -543,14 +562,16 @@ class IncomingTransfer:
         compiler = UnitCompiler(self._layout, registered, registered)
         units = self._layout.units
         read = hashers([compiler.compile(unit) for unit in units])
+        steps = range(0, len(units), _STEP_UNITS)
         plans = [
-            CopyPlan(units[i].start, (), True, Reads(read[i : i + _STEP_UNITS]))
-            for i in range(0, len(units), _STEP_UNITS)
+            CopyPlan(units[i].start, (), True, Reads(read[i : i + _STEP_UNITS])) for i in steps
         ]
-        self._opened.keep(self._layout, registered, _IN_PLACE, plans)
-        return plans
+        taken = [units[i : i + _STEP_UNITS] for i in steps]
+        compiled = Compiled(plans, taken, self._layout.manifest.nbytes)
+        self._opened.keep(self._layout, registered, _IN_PLACE, compiled)
+        return compiled
 
-    def _compile(self, load_target: LoadTarget, *, ring: bool) -> list[CopyPlan]:
+    def _compile(self, load_target: LoadTarget, *, ring: bool) -> Compiled:
         """Return a copy plan for each chunk, or for each step through registered memory."""
         memory = load_target.memory
         if memory is None:
@@ -565,21 +586,30 @@ class IncomingTransfer:
         buckets = self._opened.buckets
         if ring and buckets[0].device.type == "cpu":
             _pin_for(memory, self._opened.ring)
-        copy_plans: list[CopyPlan] = []
+        plans: list[CopyPlan] = []
+        taken: list[list[CopyUnit]] = []
         for j, chunk in enumerate(self._layout.chunks):
             bucket = buckets[j % len(buckets)] if ring else None
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
+            units = [unit for unit in units if compiler.takes(unit)]
             compiled = fuse(
                 [compiler.compile(r, bucket, chunk.start) for r in units], verify=verify
             )
-            step = len(units) if ring else self._step_units
-            copy_plans += [
-                CopyPlan.of(units[i].start, compiled[i : i + step], verify=verify)
-                for i in range(0, len(units), step)
-            ]
+            step = max(len(units), 1) if ring else self._step_units
+            for i in range(0, max(len(units), int(ring)), step):  # a chunk of the ring has a plan
+                start = units[i].start if units else chunk.start
+                plans.append(CopyPlan.of(start, compiled[i : i + step], verify=verify))
+                taken.append(units[i : i + step])
+        nbytes = sum(
+            part.nbytes
+            for units in taken
+            for unit in units
+            for part in self._layout.slices(unit.start, unit.stop)
+        )
+        found = Compiled(plans, taken, nbytes)
         if self._info.manifest is None:
-            self._opened.keep(self._layout, memory, kind, copy_plans)
-        return copy_plans
+            self._opened.keep(self._layout, memory, kind, found)
+        return found
 
     @property
     def _step_units(self) -> int:
@@ -609,6 +639,22 @@ class IncomingTransfer:
         if got != expected:
             pairs = zip(units, got, expected, strict=True)
             self._wrong += [unit for unit, have, want in pairs if have != want]
+
+    def _compare_taken(
+        self,
+        units: Sequence[CopyUnit],
+        taken: Sequence[CopyUnit],
+        got: list[int],
+        expected: list[int],
+    ) -> None:
+        """Compare the units that have a place here; those of others count as the sender's."""
+        if len(taken) < len(units) and self._info.verify:
+            places = {unit.start: i for i, unit in enumerate(units)}
+            found = list(expected)
+            for unit, fingerprint in zip(taken, got, strict=True):
+                found[places[unit.start]] = fingerprint
+            got = found
+        self._compare(units, got, expected)
 
     def _refuse_wrong(self) -> None:
         """Raise VerificationError before a hook gets tensors, because it cannot undo a load."""
@@ -655,7 +701,9 @@ def _pin_for(memory: Memory, ring: OpenMemory) -> None:
 
 def _settle(copy_plans: Sequence[CopyPlan]) -> None:
     """Wait for copies in progress on a GPU, after which the sender may overwrite their source."""
-    if not copy_plans or copy_plans[0].units[0].on_host:
+    if not any(copy_plan.units for copy_plan in copy_plans):
+        return
+    if next(copy_plan.units[0] for copy_plan in copy_plans if copy_plan.units).on_host:
         return
     units = [unit for copy_plan in copy_plans for unit in copy_plan.units]
     if isinstance(units[0], FusedUnit):

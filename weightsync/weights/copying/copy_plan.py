@@ -17,7 +17,7 @@ import torch
 
 from weightsync.weights.copying.fingerprint import mix64, xxh3, xxh3_parts
 from weightsync.weights.copying.layout import ALIGNMENT, CopyUnit, StreamLayout, TensorSlice
-from weightsync.weights.copying.shards import Block
+from weightsync.weights.copying.shards import Block, Slice
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -34,10 +34,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The blocks of tensor `index` that one tensor of a Memory of shards holds."""
+    """The blocks of tensor `index` that one tensor of a Memory of shards holds.
+
+    `box` is the part of the tensor that they are, where that is known.
+    """
 
     index: int
     blocks: tuple[Block, ...]
+    box: Slice | None = None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -384,6 +388,13 @@ class UnitCompiler:
             for tensor, share in zip(destination.tensors, destination.shares, strict=True):
                 self._shares.setdefault(share.index, []).append((tensor, share.blocks))
 
+    def takes(self, unit: CopyUnit) -> bool:
+        """Whether a byte of a unit has a place in the destination."""
+        if self._destination.shares is None:
+            return True
+        parts = self._layout.slices(unit.start, unit.stop)
+        return any(True for part in parts for _ in self._blocks(part))
+
     def compile(
         self, unit: CopyUnit, bucket: torch.Tensor | None = None, chunk_start: int = 0
     ) -> HostCopyUnit | DeviceCopyUnit:
@@ -416,7 +427,29 @@ class UnitCompiler:
         ends = [tuple(end) for end in zip(*pairs, strict=True)] or [(), ()]
         return DeviceCopyUnit(ends[0], ends[1], tuple(gaps), tuple(arrived))
 
+    def _whole_on_host(self, unit: CopyUnit, places: AddressMap) -> HostCopyUnit | None:
+        """Compile a unit whose bytes all have one contiguous place; None where some have not.
+
+        Read back there, its bytes have the fingerprint of the unit: nothing else is compared.
+        """
+        slices, gaps = slices_and_gaps(self._layout, unit.start, unit.stop)
+        copies: list[Copy] = []
+        for part in slices:
+            found = list(self._blocks(part))
+            if len(found) != 1 or found[0][1].height != 1 or found[0][1].width != part.nbytes:
+                return None
+            tensor, block = found[0]
+            copies.append(Copy(tensor.data_ptr() + block.target, places.address(part), part.nbytes))
+        views = [host_view(copy.target, copy.nbytes) for copy in copies]
+        joined: list[Copy] = []
+        for copy in copies:
+            append_copy(joined, copy, padded=False)
+        return HostCopyUnit(tuple(joined), tuple(_with_gaps(views, gaps, bytes)))
+
     def _shards_on_host(self, unit: CopyUnit, places: AddressMap) -> HostCopyUnit:
+        whole = self._whole_on_host(unit, places)
+        if whole is not None:
+            return whole
         copies: list[Copy] = []
         grids: list[Pair] = []
         flat = self._destination.flat and places.flat

@@ -23,6 +23,7 @@ from weightsync.weights.copying.shards import Block, Slice
 from weightsync.wire.messages import TensorPart
 
 __all__ = [
+    "as_words",
     "mix64",
     "mixed_rows",
     "mixed_total",
@@ -136,6 +137,11 @@ def part_of(name: str, flat: torch.Tensor, held: Slice, itemsize: int) -> Tensor
 def table_digest(fingerprints: Sequence[int]) -> str:
     """Return 32 hex digits that identify a table of fingerprints, order included (blake2b)."""
     return hashlib.blake2b(array("Q", fingerprints).tobytes(), digest_size=16).hexdigest()
+
+
+def as_words(digest: str) -> list[int]:
+    """Return the digest of a table as two fingerprints: those of the streams make another table."""
+    return [int(digest[:16], 16), int(digest[16:], 16)]
 
 
 def _phases(block: Block) -> Iterator[Block]:

@@ -396,6 +396,11 @@ def plan_reshard(
     return _assemble(tasks, holds)
 
 
+def regions_between(source: LocalBox, target: LocalBox, itemsize: int) -> tuple[Region, ...]:
+    """Return what two boxes of one tensor share; none where they have no element in common."""
+    return _regions(source, target, itemsize, {})
+
+
 def copy_regions(regions: Iterable[Region], source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy regions from one local tensor to another, each with the strides of its LocalBox."""
     for region in regions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import deque
@@ -83,6 +84,18 @@ class Slice:
     def is_whole(self) -> bool:
         """Whether the shard is the full tensor."""
         return all(map(self._is_whole, range(len(self.shape))))
+
+    def parts(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield the index in the full tensor and in the shard of each part without a gap."""
+        dims = [
+            [
+                (slice(begin, begin + length), slice(at, at + length))
+                for begin, at, length in self._placed(dim)
+            ]
+            for dim in range(len(self.shape))
+        ]
+        for part in itertools.product(*dims):
+            yield tuple(full for full, _ in part), tuple(own for _, own in part)
 
     def blocks(self, itemsize: int) -> tuple[Block, ...]:
         """Return where the shard's bytes are in the full tensor; both are contiguous."""

@@ -40,6 +40,7 @@ from weightsync.tensors import from_bytes
 from weightsync.weights.copying import arena
 from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout, aligned, layer_of
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.lines.memory import LineMemory, Marks, touched
 from weightsync.weights.lines.patches import Patches, RecordingLines, SparseWeightPatch
 from weightsync.weights.lines.shard_lines import lines_of
@@ -287,6 +288,13 @@ class WeightSink(ABC):
         if self.manifest is None:
             return None
         return find_widened(offered, self.manifest) if self.casts else []
+
+    def boxes(self, offered: Manifest) -> Sequence[tuple[int, Slice]] | None:
+        """Return the boxes that are loaded of offered tensors, by their positions; None for whole.
+
+        A tensor may have several, or none.
+        """
+        return None
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Commit the load targets of one update, in this order; see LoadTarget.commit."""

@@ -1107,8 +1107,19 @@ class ShardedModuleSink(ModuleSink):
                 tensors.append(
                     Destination(TensorSpec(spec.name, spec.dtype, held.local_shape), targets)
                 )
-                shares.append(Share(index, held.blocks(TORCH_DTYPES[spec.dtype].itemsize)))
+                itemsize = TORCH_DTYPES[spec.dtype].itemsize
+                shares.append(Share(index, held.blocks(itemsize), held))
         return Destinations(tensors, shares)
+
+    @_locked
+    def boxes(self, offered: Manifest) -> list[tuple[int, Slice]] | None:
+        """Return the slices that this process holds; tied tensors may hold different slices."""
+        found = [
+            (index, held)
+            for index, group in enumerate(self.targets(offered))
+            for held in self._by_slice(group)
+        ]
+        return None if all(held.is_whole for _, held in found) else found
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of tensors that this process holds in full.

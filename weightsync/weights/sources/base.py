@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -269,6 +269,33 @@ class WeightSource(Protocol):
 
         None where they are made for each update. Called once per update.
         """
+
+
+class BaseTensors(NamedTuple):
+    """Tensors in whose memory the stable tensors of a source are: `where[i]` is (base, byte)."""
+
+    tensors: list[torch.Tensor]
+    where: list[tuple[int, int]]
+
+
+class SourceMemory:
+    """What the source of one rank's stream may tell of the memory of its stable tensors.
+
+    With defaults for other sources, whose tensors are whole.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def bases(self) -> BaseTensors | None:
+        """Return the tensors in whose memory stable ones are; None where these are whole."""
+        found: Callable[[], BaseTensors | None] | None = getattr(self._source, "bases", None)
+        return None if found is None else found()
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Return tensors that share the memory of stable ones, and follow where that is moved."""
+        found: Callable[[], Sequence[torch.Tensor]] = getattr(self._source, "buffers", tuple)
+        return found()
 
 
 class SourceExtras:
@@ -865,111 +892,76 @@ def _no_tensor(name: str, value: object) -> ConfigError:
     return ConfigError(f"{name!r} of the source is no tensor but a {kind}{advice}")
 
 
-class _Copies:
-    """Copies of tensors in memory that stays, beside the tensors and on their devices.
+class Snapshot:
+    """WeightSource of a copy of another source's tensors, in memory that stays.
 
-    They have the dtypes that are sent. Filled again they are the same ones.
+    The copy has the dtypes that are sent, and lies on the devices of the tensors. It is as large as
+    what the source sends: a model, or the boxes of one rank. `take` fills it again, `drop` frees
+    it.
     """
 
-    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
-        self._dtypes = dtypes
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
         self._copies: list[torch.Tensor] = []
         self._is_whole = False
+
+    @classmethod
+    def of(cls, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> Snapshot:
+        """Return a snapshot whose memory are these tensors, which hold the copy already."""
+        made = cls(manifest)
+        made._copies, made._is_whole = list(tensors), True
+        return made
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return sum(tensor.nbytes for tensor in self._copies)
 
-    def drop(self) -> None:
-        """Free the copy."""
-        self._is_whole = False
-        self._copies = []
+    def take(self, source: WeightSource, check: Callable[[], None]) -> None:
+        """Copy the tensors of `source`; the source may change when this returns.
 
-    def _whole(self) -> list[torch.Tensor]:
-        """Return the copies. Raises TransferError where there are not all of them."""
-        if not self._is_whole:
-            raise TransferError("there is no whole copy of the weights; send again")
-        return self._copies
-
-    def _fill(self, tensors: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
-        """Copy tensors, all at once where they are a list; else `check` is called before each."""
+        `check` raises where the copy has to stop. After an error the copy cannot be sent.
+        """
         self._is_whole = False
-        if isinstance(tensors, list):
-            if len(self._copies) != len(tensors):  # also where an earlier copy stopped half way
-                named = zip(tensors, self._dtypes, strict=True)
-                self._copies = [_empty(tensor, dtype) for tensor, dtype in named]
-            pairs = list(map(as_integers, self._copies, tensors))
+        stable = source.stable_tensors()
+        if stable is not None:
+            if len(self._copies) != len(stable):  # also where an earlier copy stopped half way
+                self._copies = [
+                    self._place(spec, tensor)
+                    for spec, tensor in zip(self.manifest.specs, stable, strict=True)
+                ]
+            pairs = list(map(as_integers, self._copies, stable))
             with torch.no_grad():
                 torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
         else:
-            for i, tensor in enumerate(tensors):
+            for i, (_, tensor) in enumerate(checked(source.tensors(), self.manifest)):
                 check()
                 if i == len(self._copies):
-                    self._copies.append(_empty(tensor, self._dtypes[i]))
+                    self._copies.append(self._place(self.manifest.specs[i], tensor))
                 with torch.no_grad():
                     self._copies[i].copy_(tensor.detach())
         # Another thread reads them, on streams of its own.
         wait_for(tensor.device for tensor in self._copies)
         self._is_whole = True
 
-
-def _empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-
-
-class Snapshot(_Copies):
-    """WeightSource of a copy of another source's tensors: the memory of a whole model.
-
-    `take` fills it again, `drop` frees it.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        super().__init__([TORCH_DTYPES[spec.dtype] for spec in manifest.specs])
-        self.manifest = manifest
-
-    def take(self, source: WeightSource, check: Callable[[], None]) -> None:
-        """Copy the tensors of `source`; the source may change when this returns.
-
-        `check` raises where the copy has to stop. After an error the copy cannot be sent.
-        """
-        stable = source.stable_tensors()
-        if stable is not None:
-            self._fill(list(stable), check)
-        else:
-            self._fill((tensor for _, tensor in checked(source.tensors(), self.manifest)), check)
+    def drop(self) -> None:
+        """Free the copy."""
+        self._is_whole = False
+        self._copies = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the copies."""
-        for spec, tensor in zip(self.manifest.specs, self._whole(), strict=True):
+        for spec, tensor in zip(self.manifest.specs, self.stable_tensors(), strict=True):
             yield spec.name, tensor
 
     def stable_tensors(self) -> list[torch.Tensor]:
         """Return the copies. Raises TransferError without a whole copy."""
-        return self._whole()
+        if not self._is_whole:
+            raise TransferError("there is no whole copy of the weights; send again")
+        return self._copies
 
-
-class HeldSnapshot(_Copies):
-    """A copy of what one rank holds: of N ranks without replicas, 1/N of the model each.
-
-    `holdings` are those of the copy, with the same names and boxes. `held` has nothing that is to
-    be gathered.
-    """
-
-    def __init__(self, manifest: Manifest, held: Holdings) -> None:
-        assert not held.gathered, "a rank alone has no copy of what all gather"
-        specs = manifest.specs
-        places = map(manifest.index.__getitem__, held.names)
-        super().__init__([TORCH_DTYPES[specs[i].dtype] for i in places])
-        self._held = held
-        self.holdings = Holdings(held.names, held.boxes, self._whole)
-
-    def take(self, check: Callable[[], None]) -> None:
-        """Copy the tensors of the holdings, without a collective; see `Snapshot.take`."""
-        if self._held.stays:
-            self._fill(list(self._held.tensors()), check)
-        else:
-            self._fill((tensor for _, tensor in self._held.pairs()), check)
+    def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=tensor.device)
 
 
 def find_ties(pairs: NamedTensors) -> dict[str, str]:

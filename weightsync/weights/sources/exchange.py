@@ -42,6 +42,13 @@ class RankHoldings(msgspec.Struct, frozen=True, kw_only=True):
     table: bytes
     gathered: list[tuple[int, str]]
 
+    def listed(self) -> Iterator[tuple[int, Slice]]:
+        """Yield the position of each tensor and the box, in the order of the rank's holdings."""
+        steps, which = np.frombuffer(zlib.decompress(self.table), _STORED).reshape(2, -1)
+        positions = np.cumsum(steps.astype(np.int32), dtype=np.int64)
+        for position, i in zip(positions.tolist(), which.tolist(), strict=True):
+            yield position, self.boxes[i]
+
 
 _decoder = msgspec.msgpack.Decoder(RankHoldings)
 

@@ -1,0 +1,103 @@
+"""Receivers that hold shards, one in each rank's process, behind HTTP servers of their own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import weightsync as ws
+from tests.e2e.models import digests
+from tests.e2e.serving import serve_http
+from tests.weights import trainer_models
+from weightsync.weights.copying import shards
+
+
+@dataclass
+class Served:
+    """A receiver of this process, its module and its server."""
+
+    module: nn.Module
+    receiver: ws.WeightReceiver
+    stop: Callable[[], None]
+    shard_nbytes: int
+
+
+SERVED: list[Served] = []
+
+
+def placements_of(name: str, tensor: torch.Tensor) -> list[Placement]:
+    """As tensor parallelism has it: rows of the first projection, columns of the second."""
+    if "down.weight" in name:
+        return [Shard(1)]
+    if tensor.dim() and ("up.weight" in name or "embed" in name or "big" in name):
+        return [Shard(0)]
+    return [Replicate()]
+
+
+class Wide(nn.Module):
+    """A projection and its inverse of 3 MiB each, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.Linear(512, 1536, bias=False)
+        self.down = nn.Linear(1536, 512, bias=False)
+        self.norm = nn.LayerNorm(512)
+
+
+def build(kind: str) -> nn.Module:
+    return Wide() if kind == "wide" else trainer_models.plain()
+
+
+def shard(module: nn.Module) -> nn.Module:
+    """Shard the parameters of a module over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    known: dict[int, nn.Parameter] = {}
+    for prefix, part in module.named_modules():
+        for key, parameter in list(part.named_parameters(recurse=False)):
+            if id(parameter) not in known:
+                placed = placements_of(f"{prefix}.{key}", parameter)
+                made = distribute_tensor(parameter.detach().clone(), mesh, placed)
+                known[id(parameter)] = nn.Parameter(made)
+            setattr(part, key, known[id(parameter)])
+    return module
+
+
+def serve(rank: int, kind: str, apply: Any = "auto") -> str:
+    """Serve a shard of a model of zeros, and return its URL."""
+    module = build(kind)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.zero_()
+    module = shard(module)
+    receiver = ws.WeightReceiver(module, apply=apply)
+    listener = socket.create_server(("127.0.0.1", 0))
+    mount, stop = serve_http(listener)
+    mount("shard", receiver)
+    locals_ = {id(t): shards.local_of(t) for t in module.state_dict().values()}
+    nbytes = sum(local.nbytes for local in locals_.values())
+    SERVED[:] = [Served(module, receiver, stop, nbytes)]
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/shard"
+
+
+def held(rank: int) -> tuple[dict[str, str], int]:
+    """Return digests of the whole model, which all ranks gather, and the bytes of this shard."""
+    served = SERVED[-1]
+    full = ((name, shards.gather(t)) for name, t in served.module.state_dict().items())
+    return digests(full), served.shard_nbytes
+
+
+def end(rank: int) -> None:
+    """Close the receiver, and end the server."""
+    for served in SERVED:
+        served.receiver.close()
+        served.stop()
+    SERVED.clear()

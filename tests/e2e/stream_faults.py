@@ -1,0 +1,103 @@
+"""Faults of ranks that each send a stream of their own, one at each step of an update."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+import weightsync as ws
+from tests.e2e import ranks_at_work as work
+from tests.e2e.ranks_at_work import Digests, Seen, seen
+from weightsync.report import SyncReport
+
+Step = Literal["before", "begin", "between", "begun", "transfer", "end"]
+Act = Literal["raise", "die", "stop"]
+
+
+def fail_at(step: Step, act: Act) -> None:
+    """Make this rank fail once, at a step of its next update."""
+    group: Any = work.kept().sender._group
+    worker = group.worker
+    engine = next(iter(worker.engines.values()))
+    owner, name = {
+        "before": (worker, "_before_begin"),
+        "begin": (engine, "begin"),
+        "between": (group, "run_here"),  # rank 0 alone: the others go on by themselves
+        "begun": (engine, "transfer"),
+        "transfer": (engine, "transfer"),
+        "end": (worker, "_end_of_all"),
+    }[step]
+    genuine = getattr(owner, name)
+
+    def fail(*args: object, **named: object) -> object:
+        vars(owner).pop(name)
+        if step in ("begin", "transfer"):
+            genuine(*args, **named)
+        if act == "die":
+            work.die()
+        if act == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return genuine(*args, **named)
+        if step in ("between", "end"):  # what frees an engine, raises errors of weightsync alone
+            raise ws.TransferError(f"in {step}")
+        raise ZeroDivisionError(f"in {step}")
+
+    setattr(owner, name, fail)
+
+
+def send_failing(rank: int, at: int, step: Step, act: Act) -> tuple[Seen, Digests]:
+    """Take a step of the optimizer, and send; rank `at` fails."""
+    work.kept().step()
+    if rank == at:
+        fail_at(step, act)
+    return seen(work.kept().sender.send_weights), work.kept().full() if act == "raise" else {}
+
+
+class Sums(nn.Module):
+    """A parameter in shards, and one in partial sums, which no rank can tell its part of."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        super().__init__()
+        self.shards: Any
+        self.sums: Any
+        if whole:
+            self.shards = nn.Parameter(torch.zeros(8, 3))
+            self.sums = nn.Parameter(torch.zeros(4, 3))
+            return
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        own = torch.full((4, 3), dist.get_rank() + 1.0)
+        self.shards = nn.Parameter(distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)]))
+        sums = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+        self.sums = nn.Parameter(sums, requires_grad=False)
+
+
+def copies_of_sums(rank: int) -> list[tuple[SyncReport, list[float]]]:
+    """Send a copy twice; return the reports, and what rank 0 received of the sums."""
+    model = Sums()
+    received = Sums(whole=True)
+    found = []
+    with (
+        closing(ws.WeightReceiver(received)) as receiver,
+        ws.connect(model, to=receiver.handle, timeout_s=work.TIMEOUT_S) as sender,
+    ):
+        for _ in range(2):
+            with torch.no_grad():
+                model.sums.to_local().add_(1)
+            report = sender.send_async().result(work.TIMEOUT_S)
+            found.append((report, received.sums.unique().tolist()))
+    return found
+
+
+def join_with_no_group(rank: int, kind: str) -> tuple[Digests, Digests]:
+    """Join the ranks' copies while nothing may be broadcast in the trainer's own group."""
+    with mock.patch.object(dist, "broadcast", side_effect=AssertionError("the trainer's group")):
+        return work.join_copies(rank, kind)

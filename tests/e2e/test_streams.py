@@ -1,0 +1,132 @@
+"""Ranks that each send what they hold, end to end: bytes, sources, failures and fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.crew import Crew, crew
+from tests.e2e import ranks_at_work as work
+from tests.e2e import shard_servers
+from tests.e2e.processes import Host
+from tests.e2e.test_ranks import SMALL, check_sent, receivers, start
+from weightsync.weights.copying.layout import UNIT_NBYTES
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    with crew(2) as two, crew(3) as three, crew(4) as four:
+        yield {2: two, 3: three, 4: four}
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, crews: dict[int, Crew]) -> Iterator[Crew]:
+    """As many as the test's parameter says."""
+    made = crews[request.param]
+    yield made
+    made.run(work.close)
+
+
+CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (2, "fsdp", {}, {}),
+    (3, "fsdp", {"verify": False}, {"apply": "in_place"}),
+    (3, "fsdp", {"packed": True, **SMALL}, {}),
+    (4, "fsdp", {"dtype": torch.bfloat16, **SMALL}, {"model": "decoder-bfloat16"}),
+    (4, "hybrid", {}, {"apply": "in_place"}),
+    (4, "tensor_parallel", {}, {}),
+    (4, "tensor_parallel", {"packed": True, **SMALL}, {"apply": "in_place"}),
+    (2, "offloaded", {}, {}),
+    (2, "ddp", {}, {}),
+    (2, "plain", {"dtype": torch.bfloat16}, {"model": "decoder-bfloat16"}),
+    (3, "fsdp", {}, {"sink": "hook"}),
+    (2, "fsdp", {}, {"sink": "hook", "apply": "in_place"}),
+    (3, "fsdp", {"packed": True, **SMALL}, {"sink": "hook", "apply": "in_place"}),
+    (4, "tensor_parallel", SMALL, {"sink": "hook", "apply": "in_place"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kind", "options", "place"), CASES, indirect=["ranks"])
+def test_nothing_is_gathered(
+    ranks: Crew, host: Host, kind: str, options: dict[str, Any], place: dict[str, Any]
+) -> None:
+    """Every rank sends what it holds, each byte once, and goes on training in between."""
+    options = dict(options)
+    verify = options.pop("verify", True)
+    to = receivers(host, 2, **place)
+    start(ranks, to, kind, **options)
+    ranks.run(work.set_verify, verify)
+    for version in (1, 2, 3):
+        sent = ranks.run(work.step_and_send, options.get("dtype"))
+        if place.get("sink") == "hook":
+            for _, full in sent:
+                full.pop("head.weight")
+        check_sent(sent, to, version)
+        report = sent[0][0].result
+        assert report.gathered == {}
+        level = "arrived" if place.get("sink") == "hook" else "held"
+        assert report.verified == (level if verify else "none")
+        for receiver in report.receivers:
+            assert set(receiver.sources) == set(range(len(sent)))
+            assert sum(receiver.sources.values()) == report.nbytes
+    assert ranks.run(work.gathers_of_an_update) == [0] * len(sent)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(4, "fsdp"), (3, "plain")], indirect=["ranks"])
+def test_each_rank_copies_what_it_sends(ranks: Crew, host: Host, kind: str) -> None:
+    """A sender that lets the trainer go on copies the boxes of each rank, not the model."""
+    to = receivers(host, 1)
+    start(ranks, to, kind)
+    for version in (1, 2):
+        sent = ranks.run(work.send_copy_and_step)
+        check_sent([(outcome, full) for outcome, full, _ in sent], to, version)
+        assert sent[0][0].result.gathered == {}
+        assert sum(nbytes for *_, nbytes in sent) == sent[0][0].result.nbytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(2, "plain"), (4, "tensor_parallel"), (3, "fsdp")], indirect=["ranks"]
+)
+def test_the_copies_of_all_ranks_are_the_model(ranks: Crew, kind: str) -> None:
+    for full, joined in ranks.run(work.join_copies, kind):
+        assert joined == full
+
+
+SHARD_CASES: list[tuple[int, str, dict[str, Any], str]] = [
+    (2, "fsdp", {}, "auto"),
+    (3, "fsdp", {"packed": True, **SMALL}, "in_place"),
+    (4, "tensor_parallel", {}, "in_place"),
+    (2, "wide", {}, "auto"),
+    (4, "wide", {"packed": True}, "auto"),
+    (3, "wide", {}, "in_place"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kind", "options", "apply"), SHARD_CASES, indirect=["ranks"])
+def test_a_receiver_of_shards_reads_its_own(
+    ranks: Crew, kind: str, options: dict[str, Any], apply: str
+) -> None:
+    """The boxes of the ranks are cut where those of the receivers are."""
+    urls = ranks.run(shard_servers.serve, "wide" if kind == "wide" else "decoder", apply)
+    try:
+        results = ranks.run(work.start, kind, urls, options)
+        assert [result.text for result in results] == [""] * len(urls)
+        for version in (1, 2, 3):
+            sent = ranks.run(work.step_and_send)
+            assert [outcome.text for outcome, _ in sent] == [""] * len(sent)
+            report = sent[0][0].result
+            assert (report.version, report.gathered, report.verified) == (version, {}, "held")
+            for full, _ in ranks.run(shard_servers.held):
+                assert {name: full[name] for name in sent[0][1]} == sent[0][1]
+        if kind == "wide":
+            for receiver, (_, nbytes) in zip(
+                report.receivers, ranks.run(shard_servers.held), strict=True
+            ):
+                # Of each rank, a copy unit before its own boxes and one after may have others' too.
+                most = nbytes + 2 * UNIT_NBYTES * len(sent)
+                assert nbytes <= sum(receiver.sources.values()) <= most
+    finally:
+        ranks.run(work.close)
+        ranks.run(shard_servers.end)

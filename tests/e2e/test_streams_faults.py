@@ -1,0 +1,79 @@
+"""Ranks that each send a stream, and fail at any step: who hears of it, and what arrives next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.crew import Crew, crew
+from tests.e2e import ranks_at_work as work
+from tests.e2e import stream_faults as faults
+from tests.e2e.processes import Host
+from tests.e2e.test_ranks import SMALL, check_alike, check_sent, receivers, start
+
+RING: dict[str, Any] = {"packed": True, **SMALL}
+WAYS: dict[str, dict[str, Any]] = {"registered": {}, "ring": RING}
+STEPS: list[faults.Step] = ["before", "begin", "begun", "transfer", "end"]
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    with crew(2) as two, crew(4) as four:
+        yield {2: two, 4: four}
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, crews: dict[int, Crew]) -> Iterator[Crew]:
+    """Two, or as many as the test's parameter says."""
+    made = crews[getattr(request, "param", 2)]
+    yield made
+    made.run(work.close)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "at"), [(2, 0), (2, 1), (4, 3)], indirect=["ranks"])
+def test_a_rank_that_raises(ranks: Crew, host: Host, at: int, way: str, apply: str) -> None:
+    """At each step: all ranks raise its error, and the next update sends what they have."""
+    to = receivers(host, 2, apply=apply)
+    start(ranks, to, "fsdp", **WAYS[way])
+    held = ranks.run(work.step_and_send)[0][1]
+    version = 1
+    for step in [*STEPS, "between"] if at == 0 else STEPS:
+        outcomes = [seen for seen, _ in ranks.run(faults.send_failing, at, step, "raise")]
+        if way == "ring" and apply == "in_place" and not outcomes[0].text:
+            version += 1  # the receivers were connected anew, and sent the same again
+        elif step in ("between", "end"):
+            check_alike(outcomes, "TransferError", f"in {step}")
+        else:
+            check_alike(outcomes, "RemoteError", f"rank {at}: ", f"in {step}")
+            assert outcomes[at].cause == "ZeroDivisionError"
+        if apply == "staged":
+            for remote in to:
+                assert {name: remote.digests()[name] for name in held} == held
+                assert remote.reading() == version
+        version += 1
+        sent = ranks.run(work.step_and_send)
+        check_sent(sent, to, version)
+        assert sent[0][0].result.gathered == {}
+        held = sent[0][1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_a_copy_has_what_the_ranks_gather(ranks: Crew) -> None:
+    """`send_async` makes what no rank holds a known part of, each time it copies."""
+    size = 2 if len(ranks.run(work.close)) == 2 else 4
+    total = float(sum(range(1, size + 1)))
+    found = ranks.run(faults.copies_of_sums)[0]
+    for i, (report, values) in enumerate(found, start=1):
+        assert list(report.gathered) == ["sums"]
+        assert report.verified == "held"
+        assert values == [total + i * size]
+
+
+def test_copies_are_joined_apart_from_the_trainers_group(ranks: Crew) -> None:
+    """A thread joins them while the trainer has collectives of its own under way."""
+    for full, joined in ranks.run(faults.join_with_no_group, "fsdp"):
+        assert joined == full

@@ -1,0 +1,238 @@
+"""Assembly of whole tensors for a hook, a layer at a time, from boxes that several ranks send."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from weightsync.backends.base import Check, LoadContext, Received
+from weightsync.errors import TransferError
+from weightsync.specs import Manifest
+from weightsync.tensors import TORCH_DTYPES, from_bytes
+from weightsync.weights.copying import arena
+from weightsync.weights.copying.layout import aligned, layer_of
+from weightsync.weights.copying.rank_streams import RankStream
+from weightsync.weights.sinks.base import (
+    LoadTarget,
+    NamedTensor,
+    Together,
+    own_storage,
+    refuse_kept,
+    users_code,
+    uses,
+)
+
+_OPEN_GROUPS = 2
+"""Groups that are filled at the same time, unless a stream needs another one to go on."""
+_LOOK_S = 0.05
+
+Receive = Callable[[int, LoadTarget, Check], Received]
+"""Receives a stream, by its position, into a load target without memory."""
+
+
+class GroupPlan:
+    """The groups of tensors that a hook gets in one call, and their boxes in each stream.
+
+    `groups` are indices of tensors, in the order in which a group begins; `group_of` is the group
+    of each tensor, `boxes[s][g]` the number of boxes of group g in stream s.
+    """
+
+    def __init__(
+        self, model: Manifest, streams: Sequence[RankStream], together: Together | None
+    ) -> None:
+        self.model = model
+        self.streams = streams
+        keys: dict[Hashable, int] = {}
+        part = layer_of if together is None else together
+        self.group_of = [keys.setdefault(part(spec.name), len(keys)) for spec in model.specs]
+        self.groups: list[list[int]] = [[] for _ in keys]
+        for i, group in enumerate(self.group_of):
+            self.groups[group].append(i)
+        self.boxes = [Counter(self.group_of[i] for i in stream.indices) for stream in streams]
+        self.places = [
+            {spec.name: i for i, spec in enumerate(stream.manifest.specs)} for stream in streams
+        ]
+        self.offsets: list[int] = [0] * len(model.specs)
+        self.nbytes = []
+        for indices in self.groups:
+            at = 0
+            for i in indices:
+                self.offsets[i] = at
+                at += aligned(model.specs[i].nbytes)
+            self.nbytes.append(at)
+
+
+class Assembly:
+    """One update of a hook: streams fill groups in threads, and the caller's thread passes them on.
+
+    Buffers are reused from group to group, and kept in `spare` for the next update.
+    """
+
+    def __init__(
+        self, plan: GroupPlan, target: LoadTarget, context: LoadContext, spare: list[torch.Tensor]
+    ) -> None:
+        self._plan = plan
+        self._target = target
+        self._context = context
+        self._spare = spare
+        self._changed = threading.Condition()
+        self._open: dict[int, torch.Tensor] = {}
+        self._left = [Counter(counts) for counts in plan.boxes]
+        self._missing: Counter[int] = sum(map(Counter, plan.boxes), Counter())
+        self._error: BaseException | None = None
+        self._received: dict[int, Received] = {}
+
+    def run(self, receive: Receive) -> list[Received]:
+        """Receive all streams, and pass every group to the hook; return what each stream received.
+
+        Raises the first error of a stream, of the hook, or of the context's check.
+        """
+        threads = [
+            threading.Thread(
+                target=self._run, args=(i, receive), name="weightsync-stream", daemon=True
+            )
+            for i in range(len(self._plan.streams))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for group in range(len(self._plan.groups)):
+                self._pass(group, self._await(group))
+            while any(thread.is_alive() for thread in threads):
+                self._look()
+                threads[-1].join(_LOOK_S)
+                threads.sort(key=threading.Thread.is_alive)
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+        finally:
+            for thread in threads:  # they read the sender's memory, which may go now
+                thread.join()
+        self._look()
+        return [self._received[i] for i in range(len(threads))]
+
+    def _run(self, stream: int, receive: Receive) -> None:
+        try:
+            target = _BoxTarget(lambda pairs: self._fill(stream, pairs))
+            self._received[stream] = receive(stream, target, self._check)
+        except BaseException as exc:  # noqa: BLE001  # raised by the caller's thread
+            self._fail(exc)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _look(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._context.check()
+
+    def _check(self) -> None:
+        """Raise in the thread of a stream when the update has failed."""
+        if self._error is not None:
+            raise TransferError("this update has failed in another stream")
+        self._context.check()
+
+    def _await(self, group: int) -> torch.Tensor:
+        """Return the bytes of a group, once all boxes of it are there."""
+        with self._changed:
+            while self._missing[group]:
+                self._changed.wait(_LOOK_S)
+                self._look()
+            return self._open.pop(group, torch.empty(0, dtype=torch.uint8))
+
+    def _pass(self, group: int, buffer: torch.Tensor) -> None:
+        """Pass the tensors of a group to the hook in one call."""
+        plan = self._plan
+        flats = [
+            (plan.model.specs[i].name, own_storage(self._flat(i, buffer)))
+            for i in plan.groups[group]
+        ]
+        counts = [uses(flat) for _, flat in flats]
+        pairs: list[NamedTensor] = [
+            (name, from_bytes(flat, plan.model.specs[i]))
+            for i, (name, flat) in zip(plan.groups[group], flats, strict=True)
+        ]
+        self._context.mark_dirty()
+        if not self._context.lends_views:  # the hook keeps them
+            self._target.load([(name, tensor.clone()) for name, tensor in pairs])
+            del pairs
+        else:
+            with users_code("load_weights"):
+                self._target.load(pairs)
+            del pairs
+            refuse_kept(flats, counts, self._context.kept_advice)
+        with self._changed:
+            if buffer.numel():
+                self._spare.append(buffer)
+            self._changed.notify_all()
+
+    def _flat(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        begin = self._plan.offsets[index]
+        return buffer[begin : begin + self._plan.model.specs[index].nbytes]
+
+    def _fill(self, stream: int, pairs: Sequence[NamedTensor]) -> None:
+        """Copy boxes of a stream to their tensors; wait where their group is too far ahead."""
+        plan = self._plan
+        source = plan.streams[stream]
+        for name, tensor in pairs:
+            place = plan.places[stream][name]
+            index, box = source.indices[place], source.boxes[place]
+            group = plan.group_of[index]
+            buffer = self._opened(stream, group, tensor.device)
+            spec = plan.model.specs[index]
+            if tensor.numel():
+                with torch.inference_mode(False), torch.no_grad():
+                    flat = self._flat(index, buffer)
+                    full = flat.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+                    for inside, own in box.parts():
+                        full[inside].copy_(tensor[own])
+            with self._changed:
+                self._left[stream][group] -= 1
+                self._missing[group] -= 1
+                if not self._missing[group]:
+                    self._changed.notify_all()
+
+    def _opened(self, stream: int, group: int, device: torch.device) -> torch.Tensor:
+        """Return the buffer of a group; wait where too many are open that need no more boxes."""
+        with self._changed:
+            while group not in self._open:
+                ahead = len(self._open) >= _OPEN_GROUPS
+                needed = any(self._left[stream][other] for other in self._open)
+                first = min((g for g, left in self._missing.items() if left), default=group)
+                if not ahead or needed or group == first:
+                    self._open[group] = self._take(self._plan.nbytes[group], device)
+                    break
+                self._changed.wait(_LOOK_S)
+                self._check()
+            return self._open[group]
+
+    def _take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return `uint8[nbytes]`, a spare buffer where one is large enough."""
+        for i, buffer in enumerate(self._spare):
+            if buffer.numel() >= nbytes and buffer.device == device:
+                return self._spare.pop(i)
+        largest = max(self._plan.nbytes)  # one that any group can use again
+        self._spare[:] = [buffer for buffer in self._spare if buffer.numel() >= largest]
+        return arena.allocate(largest, device)
+
+
+class _BoxTarget(LoadTarget):
+    """Takes the boxes of one stream, whose memory is valid until `load` returns."""
+
+    users_own = False
+
+    def __init__(self, fill: Callable[[Sequence[NamedTensor]], None]) -> None:
+        self._fill = fill
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        self._fill(pairs)
+
+    def commit(self) -> None:
+        raise NotImplementedError("the load target of the model is committed")

@@ -1,0 +1,263 @@
+"""The receiving half of a path that spans the ranks of a trainer, for any backend.
+
+Each rank sends the boxes that it owns as a stream of its own, through an engine of its own. The
+receiver has an engine for each stream, and writes all of them to one load target.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from weightsync.backends.assembly import Assembly, GroupPlan
+from weightsync.backends.base import LoadContext, Received, Steps, WeightTransferEngine
+from weightsync.errors import ProtocolError, VerificationError, shorten
+from weightsync.specs import Manifest
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.fingerprint import as_words, table_digest
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.rank_streams import (
+    RankStream,
+    StreamPlaces,
+    check_coverage,
+    stream_of,
+)
+from weightsync.weights.sinks.base import LoadTarget, Together, Verification
+from weightsync.wire.codec import decode_payload, manifest_from_wire, manifest_to_wire
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
+from weightsync.wire.offers import InitInfo, StreamsInfo
+from weightsync.wire.struct_types import prepare
+
+prepare(StreamsInfo)
+
+_STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
+
+
+class _StreamTarget(LoadTarget):
+    """The part of a load target that one stream writes to; the whole one is committed."""
+
+    def __init__(self, places: StreamPlaces, *, in_place: bool) -> None:
+        self.memory = places.memory
+        self.in_place = in_place
+
+    def commit(self) -> None:
+        raise NotImplementedError("the load target of the model is committed")
+
+
+def _given(part: LoadTarget, _: StreamLayout) -> LoadTarget:
+    """Return the load target of a stream, whatever its chunks."""
+    return part
+
+
+class RankStreamsEngine(WeightTransferEngine):
+    """Receives the streams of several ranks, each through an engine that `make` returns.
+
+    An init without streams is that of one rank: its engine is used as it is. Raises
+    ManifestMismatchError or ConfigError at init unless the streams have each element of the model
+    exactly once. An update of other tensors than the model's comes from the first rank alone.
+    """
+
+    def __init__(self, make: Callable[[], WeightTransferEngine]) -> None:
+        self._make = make
+        self._engines: list[WeightTransferEngine] = []
+        self._streams: list[RankStream] = []
+        self._layout: StreamLayout | None = None
+        self._groups: tuple[Together | None, GroupPlan] | None = None
+        self._spare: list[torch.Tensor] = []
+        self._targets: weakref.WeakKeyDictionary[Memory, list[_StreamTarget]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open what each rank offers. Raises ProtocolError for streams that are no model."""
+        offer = init_info.payload
+        if not isinstance(offer, StreamsInfo):
+            if not (isinstance(offer, Mapping) and "streams" in offer):
+                engine = self._make()
+                self._engines = [engine]
+                engine.init_transfer_engine(init_info)
+                return
+            offer = decode_payload(offer, StreamsInfo)
+        model = manifest_from_wire(init_info.manifest)
+        streams = [stream_of(info, model) for info in offer.streams]
+        check_coverage(model, streams)
+        for info, stream in zip(offer.streams, streams, strict=True):
+            engine = self._make()
+            self._engines.append(engine)  # before its init, which `shutdown` undoes
+            engine.init_transfer_engine(
+                structs.replace(
+                    init_info,
+                    path=info.path,
+                    manifest=manifest_to_wire(stream.manifest),
+                    payload=info.payload,
+                )
+            )
+        self._streams, self._layout = streams, StreamLayout(model)
+
+    def init_reply(self) -> Any:
+        """Return the reply of the one engine, or those of all."""
+        replies = [engine.init_reply() for engine in self._engines]
+        return replies if self._layout is not None else replies[0]
+
+    def start_weight_update(self) -> None:
+        """Prepare all engines."""
+        for engine in self._engines:
+            engine.start_weight_update()
+
+    def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
+        """Load all streams into one load target, one after the other."""
+        if self._layout is None:
+            return self._engines[0].receive_weights(update_info, context)
+        payloads, wanted = update_info.payload, len(self._engines)
+        if update_info.manifest is not None:
+            wanted = 1
+        if not isinstance(payloads, list) or len(payloads) != wanted:
+            raise ProtocolError(f"an update of {wanted} ranks needs a payload of each")
+        if update_info.manifest is not None:
+            first = structs.replace(update_info, payload=payloads[0])
+            return self._engines[0].receive_weights(first, context)
+        target = context.open_target(self._layout)
+        infos = [structs.replace(update_info, payload=payload) for payload in payloads]
+
+        def receive(i: int, part: LoadTarget, own: LoadContext) -> Received:
+            own = replace(own, open_target=lambda _: part)
+            with self._naming_tensors(self._streams[i]):
+                return self._engines[i].receive_weights(infos[i], own)
+
+        if target.memory is None:
+            received = self._through_hook(target, context, receive)
+        else:
+            parts = self._parts(target, target.memory)
+            received = self._in_turns(infos, parts, context)
+        return self._joined(self._layout.manifest, received, verify=update_info.verify)
+
+    def _in_turns(
+        self,
+        infos: Sequence[RegisteredUpdate],
+        parts: Sequence[LoadTarget],
+        context: LoadContext,
+    ) -> list[Received]:
+        """Receive some bytes of each stream in turn: all ranks send at once, at about one pace."""
+        with ExitStack() as stack:
+            left: dict[int, Steps] = {}
+            for i, (engine, info, part) in enumerate(zip(self._engines, infos, parts, strict=True)):
+                own = replace(context, open_target=partial(_given, part))
+                left[i] = engine.receive_in_steps(info, own)
+                stack.callback(left[i].close)
+            received: dict[int, Received] = {}
+            while left:
+                for i, steps in list(left.items()):
+                    try:
+                        with self._naming_tensors(self._streams[i]):
+                            next(steps)
+                    except StopIteration as end:
+                        received[i] = end.value
+                        del left[i]
+        return [received[i] for i in range(len(parts))]
+
+    def _through_hook(
+        self,
+        target: LoadTarget,
+        context: LoadContext,
+        receive: Callable[[int, LoadTarget, LoadContext], Received],
+    ) -> list[Received]:
+        """Receive all streams at once, and pass whole tensors to a hook, layer by layer."""
+        assert self._layout is not None
+        if self._groups is None or self._groups[0] is not target.together:
+            plan = GroupPlan(self._layout.manifest, self._streams, target.together)
+            self._groups = target.together, plan
+        # The hook runs in this thread, and may keep what it gets; the streams' bytes are copied.
+        own = replace(context, mark_dirty=lambda: None, lends_views=True)
+        assembly = Assembly(self._groups[1], target, context, self._spare)
+        return assembly.run(lambda i, part, check: receive(i, part, replace(own, check=check)))
+
+    def _joined(
+        self,
+        model: Manifest,
+        received: Sequence[Received],
+        *,
+        verify: bool,
+    ) -> Received:
+        """Return the result of all streams: the weakest level, and a fingerprint of each table."""
+        levels = {
+            one.verified
+            for one, stream in zip(received, self._streams, strict=True)
+            if stream.nbytes
+        }
+        tables = [table_digest(one.fingerprints) for one in received] if verify else []
+        ranks = [stream.rank for stream in self._streams]
+        return Received(
+            model,
+            [word for digest in tables for word in as_words(digest)],
+            min(levels, key=_STRENGTH.index, default="none"),
+            waited_s=max(one.waited_s for one in received),
+            sources={rank: one.read_nbytes for rank, one in zip(ranks, received, strict=True)},
+        )
+
+    def finish_weight_update(self) -> None:
+        """Finish the update of all engines."""
+        for engine in self._engines:
+            engine.finish_weight_update()
+
+    def sender_alive(self) -> bool | None:
+        """Whether all ranks live. None where one cannot tell, and the others live."""
+        found = {engine.sender_alive() for engine in self._engines} or {False}
+        if False in found:
+            return False
+        return None if None in found else True
+
+    def sender_beat(self) -> int | None:
+        """Return the sum of the ranks' heartbeats; None where one has none."""
+        beats = [engine.sender_beat() for engine in self._engines]
+        known = [beat for beat in beats if beat is not None]
+        return sum(known) if known and len(known) == len(beats) else None
+
+    def beat(self) -> None:
+        """Send a heartbeat to every rank."""
+        for engine in self._engines:
+            engine.beat()
+
+    @property
+    def feeds_others(self) -> bool:
+        """Whether other receivers get the bytes of an update from this one."""
+        return any(engine.feeds_others for engine in self._engines)
+
+    def usage(self) -> list[SharedMemoryUsage]:
+        """Return what all engines hold open."""
+        return [entry for engine in self._engines for entry in engine.usage()]
+
+    def shutdown(self) -> None:
+        """Shut down all engines, even where one raises."""
+        with ExitStack() as last:
+            last.callback(self._spare.clear)
+            for engine in self._engines:
+                last.callback(engine.shutdown)
+
+    def _parts(self, target: LoadTarget, memory: Memory) -> Sequence[_StreamTarget]:
+        """Return the load target of each stream; kept while the memory of `target` exists."""
+        if memory not in self._targets:
+            self._targets[memory] = [
+                _StreamTarget(StreamPlaces(stream, memory), in_place=target.in_place)
+                for stream in self._streams
+            ]
+        return self._targets[memory]
+
+    @contextmanager
+    def _naming_tensors(self, stream: RankStream) -> Iterator[None]:
+        """Name the tensors of the model, and the rank, where boxes of a stream are wrong."""
+        try:
+            yield
+        except VerificationError as exc:
+            names = list(dict.fromkeys(stream.names(exc.names)))
+            raise VerificationError(
+                f"{len(names)} tensors differ from what rank {stream.rank} sent: {shorten(names)}; "
+                "the update is not applied, send it again",
+                names=names,
+            ) from exc

@@ -1,0 +1,321 @@
+"""The stream of each rank: what it sends of the boxes that it holds, and the source of that."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+
+import msgspec
+import torch
+
+from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.specs import Manifest
+from weightsync.tensors import TORCH_DTYPES
+from weightsync.weights.copying.rank_streams import RankStream, cut_box, index_in, wants_of
+from weightsync.weights.copying.reshard import (
+    Boxes,
+    LocalBox,
+    Placed,
+    ReshardPlan,
+    plan_reshard,
+)
+from weightsync.weights.copying.shards import Slice, gather
+from weightsync.weights.sources.base import BaseTensors, SourceExtras, WeightSource
+from weightsync.weights.sources.exchange import (
+    decode_holdings,
+    encode_holdings,
+    gathered_from,
+    placed_from,
+)
+from weightsync.weights.sources.holdings import Holdings
+from weightsync.wire.offers import WantsInfo
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the others: its host, and what it holds; or why it does not say that."""
+
+    host: str
+    held: bytes = b""
+    stays: bool = True
+    why_not: str = ""
+
+
+_decode = msgspec.msgpack.Decoder(_Told).decode
+
+
+def encode_held(holdings: Holdings | None, manifest: Manifest, host: str) -> bytes:
+    """Return what a rank tells the others about its holdings, None where its source has none."""
+    if holdings is None:
+        told = _Told(host=host, why_not="its source only makes full tensors")
+    else:
+        held = encode_holdings(holdings, manifest)
+        told = _Told(host=host, held=held, stays=holdings.stays)
+    return msgspec.msgpack.encode(told)
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Which rank sends which boxes; equal on all ranks. `why_not` says why there is no such plan.
+
+    `streams` are those of all ranks, in their order. `gathered` are the tensors, with the reasons,
+    that all ranks make together: rank 0 sends them. `held[r][i]` is the box of rank r that has box
+    i of its stream: the same one, unless `cut` has cut it. Only boxes whose memory `stays` are cut.
+    """
+
+    streams: Sequence[RankStream] = ()
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    why_not: str = ""
+    digest: str = ""
+    held: Sequence[Sequence[Slice]] = ()
+    stays: bool = True
+
+    def cut(self, wants: Sequence[WantsInfo]) -> StreamPlan:
+        """Return the plan whose boxes are cut where these receivers' are: each reads its own.
+
+        What the same receivers want follows in a stream, so that no unit of it has more.
+        """
+        if not (wants and self.streams and self.stays):
+            return self
+        model = self.streams[0].model
+        wanted: list[dict[int, list[Slice]]] = []
+        for info in wants:
+            by_tensor: dict[int, list[Slice]] = {}
+            for index, box in wants_of(info, model, "a receiver"):
+                by_tensor.setdefault(index, []).append(box)
+            wanted.append(by_tensor)
+        known: dict[tuple[Slice, tuple[tuple[Slice, ...], ...]], list[_Part]] = {}
+        streams, held = [], []
+        for stream, own in zip(self.streams, self.held, strict=True):
+            parts: list[tuple[list[int], int, _Part, Slice]] = []
+            for index, box, holder in zip(stream.indices, stream.boxes, own, strict=True):
+                boxes = tuple(tuple(each.get(index, ())) for each in wanted)
+                key = box, boxes
+                if key not in known:
+                    known[key] = _cut(box, boxes)
+                parts += ((sorted(part[1]), index, part, holder) for part in known[key])
+            parts.sort(key=lambda one: (one[0], one[1]))
+            indices = [index for _, index, _, _ in parts]
+            cut = [part[0] for *_, part, _ in parts]
+            streams.append(RankStream(stream.rank, model, indices, cut))
+            held.append([holder for *_, holder in parts])
+        state = hashlib.blake2b(self.digest.encode(), digest_size=16)
+        state.update(msgspec.msgpack.encode(wants))
+        return replace(self, streams=streams, held=held, digest=state.hexdigest())
+
+
+_Part = tuple[Slice, frozenset[int]]
+
+
+def _cut(box: Slice, wants: Sequence[Sequence[Slice]]) -> list[_Part]:
+    """Return the parts of a box, and which receivers want each: one may load several boxes."""
+    owners = [i for i, boxes in enumerate(wants) for _ in boxes]
+    parts = cut_box(box, [each for boxes in wants for each in boxes])
+    return [(part, frozenset(owners[i] for i in inside)) for part, inside in parts]
+
+
+def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
+    """Return the plan for ranks that told this about their holdings, in the order of the ranks.
+
+    Each box has one owner: of ranks that hold equal ones, that with the fewest bytes so far.
+    """
+    ranks = list(map(_decode, told))
+    for rank, one in enumerate(ranks):
+        if one.why_not:
+            return StreamPlan(why_not=f"rank {rank}: {one.why_not}")
+    if len({one.host for one in ranks}) > 1:
+        return StreamPlan(why_not="the trainer's ranks are on several hosts")
+    held = [decode_holdings(one.held) for one in ranks]
+    gathered = gathered_from(manifest, held)
+    if gathered and not all(one.stays for one in ranks):
+        name, reason = next(iter(gathered.items()))
+        return StreamPlan(why_not=f"{name}: {reason}")
+    try:
+        plan = plan_reshard(placed_from(manifest, held), _whole(manifest, gathered))
+    except (ConfigError, ManifestMismatchError) as exc:
+        return StreamPlan(why_not=str(exc))
+    streams = []
+    for rank, (one, listed) in enumerate(zip(ranks, held, strict=True)):
+        owned = _owned(rank, manifest, plan, gathered)
+        if not one.stays:  # a source that makes them makes them in its own order
+            order = {entry: i for i, entry in enumerate(listed.listed())}
+            known = [(order.get(entry, -1), entry) for entry in owned]
+            owned = [entry for _, entry in sorted(known, key=itemgetter(0))]
+        streams.append(RankStream(rank, manifest, [i for i, _ in owned], [b for _, b in owned]))
+    stays = all(one.stays for one in ranks)
+    held_boxes = [stream.boxes for stream in streams]
+    return StreamPlan(streams, gathered, digest=plan.digest, held=held_boxes, stays=stays)
+
+
+def _whole(manifest: Manifest, gathered: Mapping[str, str]) -> list[Placed]:
+    """Return the wants of a receiver of whole tensors; equal shapes share an object."""
+    known: dict[tuple[int, ...], Boxes] = {}
+    for spec in manifest.specs:
+        if spec.shape not in known:
+            known[spec.shape] = Boxes(spec.shape, [(0, LocalBox(Slice.whole_of(spec.shape)))])
+    return [Placed(spec, known[spec.shape]) for spec in manifest.specs if spec.name not in gathered]
+
+
+def _owned(
+    rank: int, manifest: Manifest, plan: ReshardPlan, gathered: Mapping[str, str]
+) -> list[tuple[int, Slice]]:
+    """Return the tensors and boxes that a rank sends, in the manifest's order."""
+    by_route: dict[int, list[Slice]] = {}
+    found: list[tuple[int, Slice]] = []
+    for spec, entry in zip(plan.specs, plan.entries, strict=True):
+        if entry not in by_route:
+            route = plan.routes[entry]
+            sources = [i for owner, i, _ in route.links(0) if owner == rank]
+            by_route[entry] = [route.pattern.sources[i].box for i in sources]
+        boxes = by_route[entry]
+        if boxes:
+            index = manifest.index[spec.name]
+            found += ((index, box) for box in boxes)
+    if rank == 0:  # and what no rank holds: gathered tensors, and those without elements
+        found += (
+            (i, Slice.whole_of(spec.shape))
+            for i, spec in enumerate(manifest.specs)
+            if spec.name in gathered or not spec.nbytes
+        )
+    return sorted(found, key=lambda one: (one[0], one[1].spans))
+
+
+class StreamSource:
+    """WeightSource of one rank's stream: its own boxes, as they lie in memory, without a gather.
+
+    The boxes are cast to the dtypes of the stream where it is sent. `gather` makes the tensors that
+    no rank can tell its part of. Raises ManifestMismatchError where the rank holds other boxes than
+    at `connect`.
+    """
+
+    def __init__(
+        self, source: WeightSource, plan: StreamPlan, rank: int, holdings: Holdings
+    ) -> None:
+        self.stream = plan.streams[rank]
+        self.manifest = self.stream.manifest
+        self._source = source
+        self._holdings = holdings
+        self._gathered = list(plan.gathered)
+        self._sends_gathered = rank == 0
+        self._made: dict[str, torch.Tensor] = {}
+        held: dict[tuple[str, Slice], int] = {}
+        for i, key in enumerate(zip(holdings.names, holdings.boxes, strict=True)):
+            held.setdefault(key, i)
+        specs = self.stream.model.specs
+        self._names = [specs[index].name for index in self.stream.indices]
+        boxes = plan.held[rank]
+        self._places = [held.get(key, -1) for key in zip(self._names, boxes, strict=True)]
+        self._inside = [
+            None if part == box else index_in(box, part)
+            for box, part in zip(boxes, self.stream.boxes, strict=True)
+        ]
+        self._is_cut = any(inside is not None for inside in self._inside)
+        self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in self.manifest.specs]
+
+    def gather(self, meet: Callable[[], None]) -> None:
+        """Make the tensors that no rank can tell its part of. Collective if there are any.
+
+        `meet` is called before: it waits for the other ranks, and raises where one has failed.
+        """
+        if not self._gathered:
+            return
+        found = SourceExtras(self._source).made_of()
+        pairs = dict(zip(*found, strict=True)) if found is not None else {}
+        tensors = [pairs[name] for name in self._gathered]
+        meet()
+        for name, tensor in zip(self._gathered, tensors, strict=True):
+            full = gather(tensor)
+            if not self._sends_gathered:
+                continue
+            known = self._made.get(name)
+            if known is None or known.shape != full.shape or known.dtype is not full.dtype:
+                self._made[name] = full.detach().clone()
+            else:  # in memory that stays, which may be registered
+                with torch.no_grad():
+                    known.copy_(full)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the boxes of this rank, not cast."""
+        if self._holdings.stays:
+            for spec, tensor in zip(self.manifest.specs, self._read(), strict=True):
+                yield spec.name, tensor.detach()
+            return
+        # A source that makes them makes all, in its own order, which is that of the stream.
+        # Its boxes are not cut: parts of one that follow each other later would have to be kept.
+        sent = {place: i for i, place in enumerate(self._places) if place >= 0}
+        at = 0
+        for place, (_, tensor) in enumerate(self._holdings.pairs()):
+            if place in sent:
+                yield from self._empty(at, sent[place])
+                at = sent[place] + 1
+                yield self.manifest.specs[sent[place]].name, tensor.detach()
+        yield from self._empty(at, len(self._places))
+
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """Return the boxes of this rank; None where one is cast, or made for each update."""
+        if not self._holdings.stays:
+            return None
+        held = self._read()
+        same = all(t.dtype is dtype for t, dtype in zip(held, self._dtypes, strict=True))
+        return held if same else None
+
+    def made_of(self) -> tuple[Sequence[str], Sequence[torch.Tensor]] | None:
+        """Return the names of the tensors, and this rank's boxes of them; None if they are made."""
+        return (self._names, self._read()) if self._holdings.stays else None
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Return tensors that use the memory of the boxes, and follow when it is moved."""
+        return self._holdings.buffers()
+
+    @property
+    def rounded(self) -> Mapping[str, str]:
+        """The tensors that the source rounds."""
+        return SourceExtras(self._source).rounded
+
+    @property
+    def changed(self) -> Sequence[str]:
+        """The tensors that the source found to have changed while it was sent."""
+        return SourceExtras(self._source).changed
+
+    def bases(self) -> BaseTensors | None:
+        """Return the tensors in whose memory the boxes are; None where these are not cut."""
+        if not (self._is_cut and self._holdings.stays):
+            return None
+        tensors = self._holdings.tensors()
+        bases: list[torch.Tensor] = []
+        known: dict[int, int] = {}
+        where: list[tuple[int, int]] = []
+        for place, inside, box in zip(self._places, self._inside, self._read(), strict=True):
+            if inside is None or not box.is_contiguous():
+                where.append((len(bases), 0))
+                bases.append(box)
+                continue
+            if place not in known:
+                known[place] = len(bases)
+                bases.append(tensors[place])
+            offset = int(box.storage_offset()) - int(tensors[place].storage_offset())
+            where.append((known[place], offset * box.element_size()))
+        return BaseTensors(bases, where)
+
+    def _read(self) -> list[torch.Tensor]:
+        """Return this rank's boxes, gathered tensors as they were last made."""
+        tensors = self._holdings.tensors()
+        found = [
+            tensors[place] if place >= 0 else self._made.get(name, self._blank(i))
+            for i, (place, name) in enumerate(zip(self._places, self._names, strict=True))
+        ]
+        if self._is_cut:
+            return [
+                tensor if inside is None else tensor[inside]
+                for tensor, inside in zip(found, self._inside, strict=True)
+            ]
+        return found
+
+    def _empty(self, begin: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors without elements, of which no rank holds a box."""
+        for i in range(begin, end):
+            yield self.manifest.specs[i].name, self._blank(i)
+
+    def _blank(self, i: int) -> torch.Tensor:
+        return torch.zeros(self.manifest.specs[i].shape, dtype=self._dtypes[i])
