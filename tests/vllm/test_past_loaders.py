@@ -103,8 +103,14 @@ def step3p5() -> tuple[Config, Shapes]:
         "moe_num_experts": E,
         "moe_top_k": 2,
         "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": 1.0,
         "moe_layers_enum": "1",
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "full_attention"],
         "use_moe": True,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
     }
     layers: dict[str, tuple[int, ...]] = {}
     for i in range(2):
