@@ -89,6 +89,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py tests/vllm/parts.py Mak
 ifneq ($(VLLM_PARTS),)
 	$(VLLM_BIN)/python -m pip download --quiet --no-deps -d $(VLLM_VENV)/parts $(VLLM_PARTS)
 	$(VLLM_BIN)/python tests/vllm/parts.py $(VLLM_VENV)/parts/*.whl
+	$(VLLM_BIN)/python -m pip install --quiet orjson # 0.33 wants it, and 0.32 does not
 	rm -r $(VLLM_VENV)/parts
 endif
 	@touch $@

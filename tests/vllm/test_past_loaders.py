@@ -212,7 +212,12 @@ def longcat_flash() -> tuple[Config, Shapes]:
         hidden_act="silu",
     )
     made, shapes = of_transformers(hf.LongcatFlashForCausalLM(config))
-    made |= {"zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+    made |= {
+        "num_hidden_layers": 2,
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    }
     return made, {name: shape for name, shape in shapes.items() if f".experts.{E}." not in name}
 
 

@@ -301,7 +301,7 @@ def refuse_fixed_kernels(model: nn.Module) -> None:
 def refuse_scaled_once(model: nn.Module) -> None:
     """Raise ConfigError for weights that a model scales at its first load alone.
 
-    LongCat-Flash of vLLM 0.29 and 0.30 folds a scale into two norms, and notes that it has: new
+    LongCat-Flash of vLLM 0.29 to 0.31 folds a scale into two norms, and notes that it has: new
     weights would stay unscaled, by vLLM's own reload too.
     """
     flags = ("_mla_q_lora_scaled", "_mla_kv_lora_scaled")
@@ -313,7 +313,7 @@ def refuse_scaled_once(model: nn.Module) -> None:
     if names:
         raise ConfigError(
             f"{shorten(names)}: {type(model).__name__} scales the norms of its latent attention at "
-            "its first load alone, and would compute with unscaled ones after an update; vLLM 0.31 "
+            "its first load alone, and would compute with unscaled ones after an update; vLLM 0.32 "
             "and later scale them at each load"
         )
 
