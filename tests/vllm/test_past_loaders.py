@@ -212,12 +212,9 @@ def longcat_flash() -> tuple[Config, Shapes]:
         hidden_act="silu",
     )
     made, shapes = of_transformers(hf.LongcatFlashForCausalLM(config))
-    made |= {
-        "num_hidden_layers": 2,
-        "zero_expert_type": "identity",
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-    }
+    derived = isinstance(getattr(type(config), "num_hidden_layers", None), property)
+    made["num_hidden_layers"] = 4 if derived else 2  # of newer transformers: twice `num_layers`
+    made |= {"zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
     return made, {name: shape for name, shape in shapes.items() if f".experts.{E}." not in name}
 
 
