@@ -135,9 +135,32 @@ SERVE = (
     label(20, 334, "A supervisor starts all of them, and ends the server when one of them dies."),
 )  # fmt: skip
 
+SHARDS = (
+    label(20, 34, "Ranks that send what they hold", "title"),
+    frame(20, 50, 740, 240, "one host"),
+    box("plain", 44, 88, 150, 60, "rank 0", "rows 0 to 511"),
+    box("plain", 44, 200, 150, 60, "rank 1", "rows 512 to 1023"),
+    box("data", 256, 88, 190, 60, "stream of rank 0", "its shards, or its ring"),
+    box("data", 256, 200, 190, 60, "stream of rank 1", "its shards, or its ring"),
+    arrow("data", 198, 118, 252, 118),
+    arrow("data", 198, 230, 252, 230),
+    box("plain", 560, 72, 180, 56, "server", "the whole module, or a hook"),
+    box("plain", 560, 146, 180, 56, "worker 0", "columns 0 to 511"),
+    box("plain", 560, 220, 180, 56, "worker 1", "columns 512 to 1023"),
+    arrow("data", 446, 118, 484, 118, 484, 92, 556, 92),
+    arrow("data", 446, 118, 484, 118, 484, 166, 556, 166),
+    arrow("data", 446, 118, 484, 118, 484, 240, 556, 240),
+    arrow("data", 446, 230, 520, 230, 520, 108, 556, 108),
+    arrow("data", 446, 230, 520, 230, 520, 182, 556, 182),
+    arrow("data", 446, 230, 520, 230, 520, 256, 556, 256),
+    label(20, 314, "Rank 0 offers the memory of all ranks in one message; each receiver opens it."),
+    label(20, 334, "A worker reads its columns of each rank's rows. No rank has a whole tensor."),
+)  # fmt: skip
+
 DIAGRAMS: Mapping[str, tuple[str, int, Sequence[str]]] = {
     "planes": ("The control plane and the data plane between a trainer and a server", 280, PLANES),
     "paths": ("The paths of bytes on one host, and to another host", 360, PATHS),
+    "shards": ("Two ranks whose shards a server and two workers read", 350, SHARDS),
     "serve": ("The processes of weightsync serve", 350, SERVE),
 }
 
