@@ -76,6 +76,7 @@ def server(port: int) -> Iterator[None]:
 def test_to_a_receiver_of_its_own() -> None:
     *reports, answer, served = torchrun()
     assert sum("verified: held" in line for line in reports) == 5
+    assert sum("gathered {} read from each rank {0: " in line for line in reports) == 5
     trained = ast.literal_eval(answer.removeprefix("answer "))
     assert ast.literal_eval(served.removeprefix("served ")) == pytest.approx(trained, rel=1e-5)
 
