@@ -10,7 +10,7 @@ from operator import itemgetter
 import msgspec
 import torch
 
-from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
 from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.rank_streams import RankStream, cut_box, index_in, wants_of
@@ -302,7 +302,7 @@ class StreamSource:
         """Return this rank's boxes, gathered tensors as they were last made."""
         tensors = self._holdings.tensors()
         found = [
-            tensors[place] if place >= 0 else self._made.get(name, self._blank(i))
+            tensors[place] if place >= 0 else self._made_of(i, name)
             for i, (place, name) in enumerate(zip(self._places, self._names, strict=True))
         ]
         if self._is_cut:
@@ -317,5 +317,16 @@ class StreamSource:
         for i in range(begin, end):
             yield self.manifest.specs[i].name, self._blank(i)
 
+    def _made_of(self, i: int, name: str) -> torch.Tensor:
+        """Return a gathered tensor as it was last made, or one without elements.
+
+        Raises TransferError for a box with elements that this rank has nowhere.
+        """
+        made = self._made.get(name)
+        return self._blank(i) if made is None else made
+
     def _blank(self, i: int) -> torch.Tensor:
-        return torch.zeros(self.manifest.specs[i].shape, dtype=self._dtypes[i])
+        spec = self.manifest.specs[i]
+        if spec.nbytes:
+            raise TransferError(f"{spec.name}: this rank sends it, and has nothing of it")
+        return torch.zeros(spec.shape, dtype=self._dtypes[i])

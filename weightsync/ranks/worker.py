@@ -440,6 +440,7 @@ class RankWorker:
             copied, self._copied_stream = self._original, None
             if command.streams:
                 stream = self._copied_stream = self._stream_source(self.plan)
+                stream.gather(self._ranks.agree)  # so that their memory is known
                 copied = SourceOfUpdate(stream, None)
             snapshot = Snapshot(copied.manifest)
         copied.refresh()
