@@ -30,6 +30,7 @@ from weightsync.weights.copying.rank_streams import (
     describe_stream,
     describe_wants,
     stream_of,
+    wants_of,
 )
 from weightsync.weights.copying.reshard import LocalBox
 from weightsync.weights.copying.shards import Slice, Span
@@ -166,6 +167,21 @@ def test_a_box_that_two_ranks_send_is_refused() -> None:
     model, streams = two_halves((0, 2), (2, 4), (2, 4))
     with pytest.raises(ConfigError, match="w: ranks 1 and 2 send the same box"):
         check_coverage(model, streams)
+
+
+def test_a_rank_with_two_streams_is_refused() -> None:
+    model = Manifest((TensorSpec("w", "float32", (2,)),))
+    streams = [RankStream(1, model, [0], [Slice.whole_of((2,))]) for _ in range(2)]
+    with pytest.raises(ConfigError, match="rank 1 sends 2 streams"):
+        check_coverage(model, streams)
+
+
+@pytest.mark.parametrize("shape", [(8,), (9, 9)])
+def test_wants_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    model = Manifest((TensorSpec("w", "float32", (4, 2)),))
+    wants = describe_wants([(0, Slice.whole_of(shape))])
+    with pytest.raises(ProtocolError, match=r"a receiver: w: a box of .* is none of float32"):
+        wants_of(wants, model, "a receiver")
 
 
 def test_a_plan_says_why_there_is_none() -> None:

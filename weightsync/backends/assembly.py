@@ -82,6 +82,7 @@ class Assembly:
         self._open: dict[int, torch.Tensor] = {}
         self._left = [Counter(counts) for counts in plan.boxes]
         self._missing: Counter[int] = sum(map(Counter, plan.boxes), Counter())
+        self._awaited = 0
         self._error: BaseException | None = None
         self._received: dict[int, Received] = {}
 
@@ -142,6 +143,7 @@ class Assembly:
     def _await(self, group: int) -> torch.Tensor:
         """Return the bytes of a group, once all boxes of it are there."""
         with self._changed:
+            self._awaited = group
             while self._missing[group]:
                 self._changed.wait(_LOOK_S)
                 self._look()
@@ -206,7 +208,9 @@ class Assembly:
                 ahead = len(self._open) >= _OPEN_GROUPS
                 needed = any(self._left[stream][other] for other in self._open)
                 first = min((g for g, left in self._missing.items() if left), default=group)
-                if not ahead or needed or group == first:
+                # Complete groups wait for one that comes later in all streams: these have to go on.
+                stuck = first == self._awaited and not any(map(self._missing.get, self._open))
+                if not ahead or needed or group == first or stuck:
                     self._open[group] = self._take(self._plan.nbytes[group], device)
                     break
                 self._changed.wait(_LOOK_S)

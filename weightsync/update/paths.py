@@ -277,9 +277,10 @@ class PathSelector:
         for member in members:
             if member.wants is not None and member.wants not in listed:
                 listed.append(member.wants)
-        before, self._wants = self._wants, listed
         worker = self._group.worker
-        return worker.cut_plan(before).digest != worker.cut_plan(listed).digest
+        before, after = worker.cut_plan(self._wants).digest, worker.cut_plan(listed).digest
+        self._wants = listed  # only where they are boxes of these tensors
+        return before != after
 
     def _set_spanning(self, member: Member, backend: str, paths: Mapping[int, Reach]) -> None:
         """Have every rank send to a member. Its path is the most expensive one of all ranks."""

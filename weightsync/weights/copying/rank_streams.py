@@ -126,11 +126,14 @@ def index_in(box: Slice, part: Slice) -> tuple[slice, ...]:
     return tuple(found)
 
 
-def check_coverage(model: Manifest, streams: Iterable[RankStream]) -> None:
+def check_coverage(model: Manifest, streams: Sequence[RankStream]) -> None:
     """Raise ManifestMismatchError unless every element of the model is in exactly one stream.
 
-    ConfigError for boxes that overlap.
+    ConfigError for boxes that overlap, and for a rank with two streams.
     """
+    numbers = Counter(stream.rank for stream in streams)
+    if twice := [rank for rank, count in numbers.items() if count > 1]:
+        raise ConfigError(f"rank {twice[0]} sends {numbers[twice[0]]} streams, not one")
     holdings = [
         Holding(stream.rank, model.specs[index], box)
         for stream in streams
@@ -170,7 +173,12 @@ def describe_stream(stream: RankStream, path: str, payload: Any) -> StreamInfo:
 
 def wants_of(info: WantsInfo, model: Manifest, who: str) -> list[tuple[int, Slice]]:
     """Return the boxes that a receiver loads, by tensor. Raises ProtocolError if it is damaged."""
-    return list(zip(*_listed(who, info.tensors, info.boxes, info.box, model), strict=True))
+    wants = list(zip(*_listed(who, info.tensors, info.boxes, info.box, model), strict=True))
+    for index, box in wants:
+        spec = model.specs[index]
+        if box.shape != spec.shape:
+            raise ProtocolError(f"{who}: {spec.name}: a box of {list(box.shape)} is none of {spec}")
+    return wants
 
 
 def describe_wants(wants: Sequence[tuple[int, Slice]]) -> WantsInfo:
