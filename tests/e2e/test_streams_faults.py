@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.crew import Crew, crew
+from tests.crew import Crew, Died, crew
 from tests.e2e import ranks_at_work as work
 from tests.e2e import stream_faults as faults
 from tests.e2e.processes import Host
@@ -77,3 +77,53 @@ def test_copies_are_joined_apart_from_the_trainers_group(ranks: Crew) -> None:
     """A thread joins them while the trainer has collectives of its own under way."""
     for full, joined in ranks.run(faults.join_with_no_group, "fsdp"):
         assert joined == full
+
+
+DEATHS: list[tuple[int, int, faults.Step, str, str]] = [
+    (2, 1, "begun", "registered", "staged"),
+    (4, 3, "transfer", "ring", "staged"),
+    (2, 0, "begun", "registered", "staged"),
+]
+MORE_DEATHS: list[tuple[int, int, faults.Step, str, str]] = [
+    (size, at, step, way, apply)
+    for size, at in ((2, 0), (2, 1), (4, 2))
+    for step in STEPS
+    for way in WAYS
+    for apply in ("staged", "in_place")
+    if (size, at, step, way, apply) not in DEATHS
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "at", "step", "way", "apply"),
+    [*DEATHS, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_DEATHS)],
+)
+def test_a_rank_that_dies(
+    crews: dict[int, Crew],
+    host: Host,
+    size: int,
+    at: int,
+    step: faults.Step,
+    way: str,
+    apply: str,
+) -> None:
+    """At each step: the others raise, by its name; nothing is committed; others can connect."""
+    to = receivers(host, 2, apply=apply)
+    with crew(size) as dying:
+        start(dying, to, "fsdp", **WAYS[way])
+        dying.run(work.set_verify, False)  # so that no receiver waits for fingerprints of it
+        held = dying.run(work.step_and_send)[0][1]
+        outcomes = dying.run(faults.send_failing, at, step, "die")
+        assert isinstance(outcomes.pop(at), Died)
+        check_alike([seen for seen, _ in outcomes], "TransferError", f"rank {at} of {size} did not")
+        if apply == "staged":
+            for remote in to:
+                assert {name: remote.digests()[name] for name in held} == held
+                assert remote.reading() == 1
+        dying.lose(at)
+        assert [closed.text for closed in dying.run(work.close)] == [""] * (size - 1)
+    start(crews[2], to, "fsdp")
+    sent = crews[2].run(work.step_and_send)
+    assert sent[0][0].result is not None, sent[0][0].text
+    check_sent(sent, to, sent[0][0].result.version)
+    crews[2].run(work.close)
