@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 import statistics
 import tempfile
 import threading
@@ -35,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import weightsync as ws
 from benchmarks.ranks import Counted
 from benchmarks.results import machine, today
+from weightsync.server.listening import listen
 
 TENSORS = 96
 WIDTH = 1024
@@ -179,7 +179,7 @@ def serve(number: int, setup: Setup, mib: int, folder: str, told: Any, end: Any)
     receiver = ws.WeightReceiver(model)
     app = fastapi.FastAPI()
     app.include_router(ws.server.weight_router(receiver, token=None))
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.soak
 WAIT_S = 500.0  # a server is several processes, and a busy machine starts them slowly
 
 TOYS: dict[str, list[str]] = {
+    "shards": ["--mib", "4", "--rounds", "1", "--only", "fsdp2", "tp2", "gather"],
     "profile_update": ["--mib", "4", "--tensors", "8", "--rounds", "1"],
     "fleet": ["--mbytes", "4", "--receivers", "2", "--rounds", "1"],
     "scaling": [
@@ -38,6 +39,7 @@ TOYS: dict[str, list[str]] = {
 SAID = {
     "fleet": "packed",
     "profile_update": "| copy | ",
+    "shards": "Two workers take",
     "scaling": "1000 Mbit/s",
     "lossy": "| medians |",
 }
