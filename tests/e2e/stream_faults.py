@@ -19,7 +19,7 @@ from tests.e2e import ranks_at_work as work
 from tests.e2e.ranks_at_work import Digests, Seen, seen
 from weightsync.report import SyncReport
 
-Step = Literal["before", "begin", "between", "begun", "transfer", "end"]
+Step = Literal["before", "begin", "between", "begun", "transfer", "transferred", "end"]
 Act = Literal["raise", "die", "stop"]
 
 
@@ -31,16 +31,17 @@ def fail_at(step: Step, act: Act) -> None:
     owner, name = {
         "before": (worker, "_before_begin"),
         "begin": (engine, "begin"),
-        "between": (group, "run_here"),  # rank 0 alone: the others go on by themselves
+        "between": (group, "transfer_apart"),  # rank 0 alone: the others go on by themselves
         "begun": (engine, "transfer"),
         "transfer": (engine, "transfer"),
+        "transferred": (worker, "_transfer"),
         "end": (worker, "_end_of_all"),
     }[step]
     genuine = getattr(owner, name)
 
     def fail(*args: object, **named: object) -> object:
         vars(owner).pop(name)
-        if step in ("begin", "transfer"):
+        if step in ("begin", "transfer", "transferred"):
             genuine(*args, **named)
         if act == "die":
             work.die()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,20 +18,6 @@ from weightsync.weights.sources.base import ModuleSource, groups_of
 GROUPS = len(groups_of(ModuleSource(plain()).manifest))
 TENSORS = len(ModuleSource(plain()).manifest.specs)
 SMALL: dict[str, Any] = {"bucket_nbytes": 256, "num_buckets": 2}
-
-
-@pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Crew]]:
-    with crew(2) as two, crew(4) as four:
-        yield {2: two, 4: four}
-
-
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest, crews: dict[int, Crew]) -> Iterator[Crew]:
-    """Two, or as many as the test's parameter says."""
-    made = crews[getattr(request, "param", 2)]
-    yield made
-    made.run(work.close)
 
 
 four = pytest.mark.parametrize("ranks", [4], indirect=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import weightsync as ws
-from tests.crew import Crew, crew
+from tests.crew import Crew
 from tests.integrations.test_vllm_source import Described
 from tests.weights import trainer_models
 from weightsync.ranks import replicas
@@ -27,12 +27,6 @@ GATE = "layers.1.gate.weight"
 ROPE = "layers.2.rope"
 Found = tuple[tuple[str, ...], list[str]]
 """The names in a report, and the lines that rank 0 logged."""
-
-
-@pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Crew]]:
-    with crew(2) as two, crew(4) as four:
-        yield {2: two, 4: four}
 
 
 def ignoring() -> nn.Module:

@@ -22,14 +22,6 @@ def crews() -> Iterator[dict[int, Crew]]:
         yield {2: two, 3: three, 4: four}
 
 
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest, crews: dict[int, Crew]) -> Iterator[Crew]:
-    """As many as the test's parameter says."""
-    made = crews[request.param]
-    yield made
-    made.run(work.close)
-
-
 CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (2, "fsdp", {}, {}),
     (3, "fsdp", {"verify": False}, {"apply": "in_place"}),

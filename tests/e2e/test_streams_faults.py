@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +14,7 @@ from tests.e2e.test_ranks import SMALL, check_alike, check_sent, receivers, star
 
 RING: dict[str, Any] = {"packed": True, **SMALL}
 WAYS: dict[str, dict[str, Any]] = {"registered": {}, "ring": RING}
-STEPS: list[faults.Step] = ["before", "begin", "begun", "transfer", "end"]
-
-
-@pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Crew]]:
-    with crew(2) as two, crew(4) as four:
-        yield {2: two, 4: four}
-
-
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest, crews: dict[int, Crew]) -> Iterator[Crew]:
-    """Two, or as many as the test's parameter says."""
-    made = crews[getattr(request, "param", 2)]
-    yield made
-    made.run(work.close)
+STEPS: list[faults.Step] = ["before", "begin", "begun", "transfer", "transferred", "end"]
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])

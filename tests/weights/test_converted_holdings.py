@@ -19,6 +19,7 @@ import weightsync as ws
 from tests.soak.sizes import sizes
 from tests.weights.meshes import member, shard
 from tests.weights.test_holdings import Told, assemble, differing, held_by, sent, tell
+from tests.weights.test_wrapping import Scaled
 from weightsync.weights.copying.shards import Slice
 from weightsync.weights.sources.base import SourceExtras, as_source
 from weightsync.weights.sources.experts import FusedExpertsSource, PerExpertSource
@@ -191,20 +192,6 @@ class Prefixed(ws.WrappingSource):
         return held.renamed("model.{}".format)
 
 
-class Negated(ws.WrappingSource):
-    """Computes."""
-
-    @property
-    def manifest(self) -> ws.Manifest:
-        return self.source.manifest
-
-    def convert(
-        self, pairs: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in pairs:
-            yield name, -tensor
-
-
 def model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7))
@@ -233,6 +220,6 @@ def test_a_wrapper_that_renames_and_casts_keeps_them() -> None:
 
 
 def test_a_wrapper_that_computes_has_none() -> None:
-    assert SourceExtras(Negated(model())).holdings() is None
-    assert SourceExtras(Prefixed(Negated(model()))).holdings() is None
-    assert SourceExtras(Negated(Prefixed(model()))).holdings() is None
+    assert SourceExtras(Scaled(model())).holdings() is None
+    assert SourceExtras(Prefixed(Scaled(model()))).holdings() is None
+    assert SourceExtras(Scaled(Prefixed(model()))).holdings() is None

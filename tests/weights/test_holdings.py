@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weightsync as ws
-from tests.crew import Crew, crew
+from tests.crew import Crew
 from tests.soak.sizes import sizes
 from tests.weights.meshes import member, shard
 from tests.weights.trainer_models import MODELS, fsdp, plain, replicated
 from weightsync.errors import ManifestMismatchError
 from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.copying.reshard import Boxes, LocalBox, Placed, copy_regions, plan_reshard
+from weightsync.weights.copying.reshard import copy_regions, place_whole, plan_reshard
 from weightsync.weights.copying.shards import Slice, local_of
 from weightsync.weights.sources.base import (
     ModuleSource,
@@ -47,18 +47,6 @@ from weightsync.weights.sources.holdings import Holdings
 Array = npt.NDArray[Any]
 Local = list[tuple[str, Slice, Array]]
 Told = tuple[bytes, Local]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Crew]:
-    with crew(4) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Crew]:
-    with crew(2) as made:
-        yield made
 
 
 def held_by(source: Any) -> Holdings:
@@ -84,10 +72,7 @@ def assemble(manifest: Manifest, told: Sequence[Told]) -> dict[str, torch.Tensor
     """Return the full tensors that one receiver reads from the ranks, by a plan."""
     passed = [decode_holdings(data) for data, _ in told]
     placed = placed_from(manifest, passed)
-    wanted = [
-        Placed(one.spec, Boxes(one.spec.shape, [(0, LocalBox(Slice.whole_of(one.spec.shape)))]))
-        for one in placed
-    ]
+    wanted = place_whole([one.spec for one in placed])
     full = {
         one.spec.name: torch.zeros(one.spec.shape, dtype=TORCH_DTYPES[one.spec.dtype])
         for one in placed

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.crew import Crew, crew
+from tests.crew import Crew
 from tests.weights import trainer_models
 from tests.weights.trainer_models import MODELS, fsdp, is_unsharded, plain
 from weightsync.errors import ManifestMismatchError
@@ -28,18 +28,6 @@ from weightsync.weights.sources.base import (
 )
 
 TOKENS = torch.arange(6).view(2, 3)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Crew]:
-    with crew(4) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Crew]:
-    with crew(2) as made:
-        yield made
 
 
 def same_bytes(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from weightsync.backends.base import Check, LoadContext, Received
+from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest
-from weightsync.tensors import TORCH_DTYPES, from_bytes
+from weightsync.tensors import from_bytes
 from weightsync.weights.copying import arena
 from weightsync.weights.copying.layout import aligned, layer_of
 from weightsync.weights.copying.rank_streams import RankStream
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.sinks.base import (
     LoadTarget,
     NamedTensor,
@@ -97,9 +100,11 @@ class Assembly:
             )
             for i in range(len(self._plan.streams))
         ]
-        for thread in threads:
-            thread.start()
+        started: list[threading.Thread] = []
         try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
             for group in range(len(self._plan.groups)):
                 self._pass(group, self._await(group))
             while any(thread.is_alive() for thread in threads):
@@ -110,7 +115,7 @@ class Assembly:
             self._fail(exc)
             raise
         finally:
-            for thread in threads:  # they read the sender's memory, which may go now
+            for thread in started:  # they read the sender's memory, which may go now
                 thread.join()
         self._look()
         return [self._received[i] for i in range(len(threads))]
@@ -152,6 +157,8 @@ class Assembly:
     def _pass(self, group: int, buffer: torch.Tensor) -> None:
         """Pass the tensors of a group to the hook in one call."""
         plan = self._plan
+        # Each stream's thread, and the hook, may use CUDA streams of their own.
+        wait_for_all_streams([buffer.device])
         flats = [
             (plan.model.specs[i].name, own_storage(self._flat(i, buffer)))
             for i in plan.groups[group]
@@ -162,14 +169,12 @@ class Assembly:
             for i, (name, flat) in zip(plan.groups[group], flats, strict=True)
         ]
         self._context.mark_dirty()
-        if not self._context.lends_views:  # the hook keeps them
-            self._target.load([(name, tensor.clone()) for name, tensor in pairs])
-            del pairs
-        else:
-            with users_code("load_weights"):
-                self._target.load(pairs)
-            del pairs
+        with users_code("load_weights") if self._target.users_own else nullcontext():
+            self._target.load(pairs)
+        del pairs
+        if self._context.lends_views:
             refuse_kept(flats, counts, self._context.kept_advice)
+        wait_for_all_streams([buffer.device])
         with self._changed:
             if buffer.numel():
                 self._spare.append(buffer)
@@ -187,19 +192,21 @@ class Assembly:
             place = plan.places[stream][name]
             index, box = source.indices[place], source.boxes[place]
             group = plan.group_of[index]
-            buffer = self._opened(stream, group, tensor.device)
-            spec = plan.model.specs[index]
-            if tensor.numel():
-                with torch.inference_mode(False), torch.no_grad():
-                    flat = self._flat(index, buffer)
-                    full = flat.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-                    for inside, own in box.parts():
-                        full[inside].copy_(tensor[own])
+            self._copy(tensor, box, index, self._opened(stream, group, tensor.device))
             with self._changed:
                 self._left[stream][group] -= 1
                 self._missing[group] -= 1
                 if not self._missing[group]:
                     self._changed.notify_all()
+
+    def _copy(self, tensor: torch.Tensor, box: Slice, index: int, buffer: torch.Tensor) -> None:
+        """Copy a box to its tensor. No view of the buffer stays: those of a hook are counted."""
+        if not tensor.numel():
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            full = from_bytes(self._flat(index, buffer), self._plan.model.specs[index])
+            for inside, own in box.parts():
+                full[inside].copy_(tensor[own])
 
     def _opened(self, stream: int, group: int, device: torch.device) -> torch.Tensor:
         """Return the buffer of a group; wait where too many are open that need no more boxes."""

@@ -112,7 +112,7 @@ class RankStreamsEngine(WeightTransferEngine):
             engine.start_weight_update()
 
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
-        """Load all streams into one load target, one after the other."""
+        """Load all streams into one load target, all at about one pace."""
         if self._layout is None:
             return self._engines[0].receive_weights(update_info, context)
         payloads, wanted = update_info.payload, len(self._engines)
@@ -192,13 +192,15 @@ class RankStreamsEngine(WeightTransferEngine):
             if stream.nbytes
         }
         tables = [table_digest(one.fingerprints) for one in received] if verify else []
-        ranks = [stream.rank for stream in self._streams]
         return Received(
             model,
             [word for digest in tables for word in as_words(digest)],
             min(levels, key=_STRENGTH.index, default="none"),
             waited_s=max(one.waited_s for one in received),
-            sources={rank: one.read_nbytes for rank, one in zip(ranks, received, strict=True)},
+            sources={
+                stream.rank: one.read_nbytes
+                for stream, one in zip(self._streams, received, strict=True)
+            },
         )
 
     def finish_weight_update(self) -> None:

@@ -23,6 +23,7 @@ from weightsync.ranks.commands import (
     Finished,
     RankInfo,
     TakeSnapshot,
+    Transfer,
     decode_command,
     decode_rank_info,
     decode_result,
@@ -127,10 +128,10 @@ class RankGroup:
                 nbytes = self.manifest.nbytes
                 notify(lambda o: o.on_transfer_start(self.worker.progress(), nbytes))
 
-    def run_here(self, command: AnyCommand, *, check: Callable[[], None]) -> None:
-        """Execute a command on rank 0 that the others execute by themselves. Rank 0 only."""
-        with self._observed(command) if self.observers else nullcontext():
-            self.worker.do(command, check)
+    def transfer_apart(self, *, check: Callable[[], None]) -> None:
+        """Transfer on rank 0 after a Begin that `goes_on`, as the others do. Rank 0 only."""
+        with self._observed(Transfer()) if self.observers else nullcontext():
+            self.worker.transfer_apart(check)
 
     def check_same_call(self, call: str, arguments: Mapping[str, str]) -> None:
         """Raise on all ranks unless all make the same call, with the same arguments. Collective."""
@@ -165,7 +166,9 @@ class RankGroup:
                 error = exc
             own = error or own
             if isinstance(command, Begin) and command.goes_on and all_began(answers):
-                self.worker.transfer_apart()
+                self.comm.expect()  # the command to end, so that the death of rank 0 is noticed
+                with suppress(BaseException):  # it is raised at the End, with the other ranks
+                    self.worker.transfer_apart(lambda: None)
         self.version = command.version
         if command.problem is not None:
             raise from_problem(command.problem) from (own and own.__cause__)

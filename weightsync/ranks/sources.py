@@ -26,14 +26,8 @@ from weightsync.specs import Manifest, TensorSpec, changes
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes, from_bytes, spec_of
 from weightsync.weights.copying.fingerprint import mix64
 from weightsync.weights.copying.rank_streams import RankStream
-from weightsync.weights.copying.reshard import (
-    Boxes,
-    LocalBox,
-    Placed,
-    copy_regions,
-    plan_reshard,
-)
-from weightsync.weights.copying.shards import Slice, gather, gathered_device
+from weightsync.weights.copying.reshard import copy_regions, place_whole, plan_reshard
+from weightsync.weights.copying.shards import gather, gathered_device
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.sources.base import (
     BaseTensors,
@@ -315,11 +309,7 @@ def _join_declared(source: DeclaredSource, ranks: RankComm) -> None:
     held, specs = source.holdings(), source.manifest.specs
     bodies = ranks.exchange(encode_holdings(held, source.manifest))
     placed = placed_from(source.manifest, list(map(decode_holdings, bodies)))
-    whole = {
-        shape: Boxes(shape, [(0, LocalBox(Slice.whole_of(shape)))])
-        for shape in {spec.shape for spec in specs}
-    }
-    plan = plan_reshard(placed, [Placed(spec, whole[spec.shape]) for spec in specs])
+    plan = plan_reshard(placed, place_whole(specs))
     own = {key: i for i, key in enumerate(zip(held.names, held.boxes, strict=True))}
     index = source.manifest.index
     device = source_device(source)

@@ -14,13 +14,7 @@ from weightsync.errors import ConfigError, ManifestMismatchError, TransferError
 from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.rank_streams import RankStream, cut_box, index_in, wants_of
-from weightsync.weights.copying.reshard import (
-    Boxes,
-    LocalBox,
-    Placed,
-    ReshardPlan,
-    plan_reshard,
-)
+from weightsync.weights.copying.reshard import ReshardPlan, place_whole, plan_reshard
 from weightsync.weights.copying.shards import Slice, gather
 from weightsync.weights.sources.base import BaseTensors, SourceExtras, WeightSource
 from weightsync.weights.sources.exchange import (
@@ -34,7 +28,7 @@ from weightsync.wire.offers import WantsInfo
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others: its host, and what it holds; or why it does not say that."""
+    """A rank's host and holdings, for the others; or the reason why it tells no holdings."""
 
     host: str
     held: bytes = b""
@@ -132,7 +126,8 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         name, reason = next(iter(gathered.items()))
         return StreamPlan(why_not=f"{name}: {reason}")
     try:
-        plan = plan_reshard(placed_from(manifest, held), _whole(manifest, gathered))
+        wants = place_whole([spec for spec in manifest.specs if spec.name not in gathered])
+        plan = plan_reshard(placed_from(manifest, held), wants)
     except (ConfigError, ManifestMismatchError) as exc:
         return StreamPlan(why_not=str(exc))
     streams = []
@@ -146,15 +141,6 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
     stays = all(one.stays for one in ranks)
     held_boxes = [stream.boxes for stream in streams]
     return StreamPlan(streams, gathered, digest=plan.digest, held=held_boxes, stays=stays)
-
-
-def _whole(manifest: Manifest, gathered: Mapping[str, str]) -> list[Placed]:
-    """Return the wants of a receiver of whole tensors; equal shapes share an object."""
-    known: dict[tuple[int, ...], Boxes] = {}
-    for spec in manifest.specs:
-        if spec.shape not in known:
-            known[spec.shape] = Boxes(spec.shape, [(0, LocalBox(Slice.whole_of(spec.shape)))])
-    return [Placed(spec, known[spec.shape]) for spec in manifest.specs if spec.name not in gathered]
 
 
 def _owned(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -553,11 +553,18 @@ class RankWorker:
             and not (self._snapshot is None and self._comparison.is_next)
         )
 
-    def transfer_apart(self) -> None:
-        """Transfer after a Begin that `goes_on`; an error is kept for the reply to the End."""
-        self._ranks.expect()  # the command to end, so that the death of rank 0 is noticed
-        with suppress(BaseException):  # it is `late`: raised at the End, with the other ranks
-            self.do(Transfer(), lambda: None)
+    def transfer_apart(self, check: Callable[[], None]) -> None:
+        """Transfer after a Begin that `goes_on`; an error is also kept for the reply to the End.
+
+        Not one of a check of rank 0, whose caller has it, nor that of a rank that cancelled it.
+        """
+        try:
+            self.do(Transfer(), check)
+        except BaseException as exc:
+            tells = self._ranks.rank > 0 or self.is_own_error(exc)
+            if tells and not isinstance(exc, CancelledError):
+                self.late = exc
+            raise
 
     def cancel_transfer(self) -> None:
         """Cancel the transfer that the other ranks do, where this one has not begun its own."""
@@ -613,7 +620,7 @@ class RankWorker:
         if update is None:
             raise ConfigError("no update was begun on this rank")
         self._transfers = True
-        with self._noting_late(), self._step(apart=self._goes_on):
+        with self._step(apart=self._goes_on):
             try:
                 update.accompany()
                 for name in self._in_order():
@@ -705,21 +712,6 @@ class RankWorker:
             return nullcontext()
         step = self._collective.apart if apart else self._collective.step
         return step(self._check_own)
-
-    @contextmanager
-    def _noting_late(self) -> Iterator[None]:
-        """Keep the error of a transfer whose end the ranks do not await together.
-
-        Not one of a check of rank 0, whose caller has it, nor that of a rank that cancelled it.
-        """
-        try:
-            yield
-        except BaseException as exc:
-            follows = self._ranks.rank > 0 or self._collective is None
-            tells = follows or (self._collective and self._collective.is_own_error(exc))
-            if self._goes_on and tells and not isinstance(exc, CancelledError):
-                self.late = exc
-            raise
 
     def _check_all(self) -> None:
         """Raise when this rank has to stop, or another rank has. For waits."""

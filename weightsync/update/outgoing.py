@@ -433,7 +433,7 @@ class UpdateTransaction:
     def _run_transfer(self, check: Callable[[], None], *, goes_on: bool) -> None:
         """Transfer every byte; with `goes_on` the other ranks have begun that by themselves."""
         if goes_on:
-            self._group.run_here(Transfer(), check=check)
+            self._group.transfer_apart(check=check)
         else:
             self._group.run_on_all(Transfer(), check=check)
 

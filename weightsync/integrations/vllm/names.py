@@ -22,8 +22,8 @@ TESTED = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """The versions of vLLM against which the tests were run; see docs/vllm.md."""
 
 Part = Literal["updates", "pauses", "trainer", "engines", "adapters", "models"]
-"""What cannot work without the names: a worker's engine, the end of a dead trainer's pause, vLLM's
-trainer API, an engine without a server, adapters, and their names in requests."""
+"""The part that needs a name: a worker's engine, the end of a dead trainer's pause, vLLM's trainer
+API, an engine without a server, adapters, and their names in requests."""
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 

@@ -25,8 +25,8 @@ from weightsync.weights.copying.reshard import (
     LocalBox,
     Loop,
     Region,
-    Want,
     place,
+    place_whole,
     plan_reshard,
     regions_between,
 )
@@ -139,8 +139,7 @@ def check_coverage(model: Manifest, streams: Sequence[RankStream]) -> None:
         for stream in streams
         for index, box in zip(stream.indices, stream.boxes, strict=True)
     ]
-    wants = [Want(0, spec, Slice.whole_of(spec.shape)) for spec in model.specs]
-    plan_reshard(place(holdings), place(wants))
+    plan_reshard(place(holdings), place_whole(model.specs))
     held: dict[tuple[str, Slice], int] = {}
     for one in holdings:
         known = held.setdefault((one.spec.name, one.box), one.rank)
@@ -223,13 +222,12 @@ def _listed(
 class StreamPlaces:
     """Where the boxes of one stream belong in the memory of a model, or of its shards.
 
-    `memory` has a place for each box, as the load target of the stream; `nbytes` is how much of
-    the stream is copied there. Both are derived once for fixed memory, which the caller keeps
-    alive: on the host the views have storages of their own, so that they are no users of it.
+    `memory` has a place for each box, as the load target of the stream. It is derived once for
+    fixed memory, which the caller keeps alive: on the host the views have storages of their own, so
+    that they are no users of it.
     """
 
     def __init__(self, stream: RankStream, model: Memory) -> None:
-        self.nbytes = 0
         places = list(self._places(stream, model))
         if all(whole for *_, whole in places) and len(places) == len(stream.boxes):
             parts = [
@@ -252,7 +250,6 @@ class StreamPlaces:
             for flat, target in targets[index]:
                 regions = regions_between(LocalBox(box), LocalBox(target), itemsize)
                 blocks = [block for region in regions for block in _blocks(region)]
-                self.nbytes += sum(region.nbytes for region in regions)
                 whole = not spec.nbytes or (
                     len(blocks) == 1 and blocks[0].height == 1 and blocks[0].width == spec.nbytes
                 )

@@ -259,7 +259,7 @@ class Route:
 
 
 class Read(NamedTuple):
-    """What a receiver reads from one rank for one of its boxes of a tensor."""
+    """The regions that a receiver reads from one rank for one of its boxes of a tensor."""
 
     name: str
     rank: int
@@ -356,6 +356,15 @@ class Totals:
     regions: int
     runs: int
     nbytes: Mapping[tuple[int, int], int]
+
+
+def place_whole(specs: Iterable[TensorSpec]) -> list[Placed]:
+    """Return the wants of one receiver of whole tensors, in this order."""
+    known: dict[tuple[int, ...], Boxes] = {}
+    for spec in specs:
+        if spec.shape not in known:
+            known[spec.shape] = Boxes(spec.shape, [(0, LocalBox(Slice.whole_of(spec.shape)))])
+    return [Placed(spec, known[spec.shape]) for spec in specs]
 
 
 def plan_reshard(
@@ -514,7 +523,7 @@ def _classes(holds: Mapping[str, Placed], wants: Mapping[str, Placed]) -> dict[_
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a pattern: boxes that overlap, or cells of a target that are missing."""
+    """A fault of a pattern: boxes that overlap, or cells of a target that are missing."""
 
     box: tuple[tuple[Span, ...], ...]
     groups: tuple[int, ...] = ()

@@ -279,7 +279,7 @@ class BaseTensors(NamedTuple):
 
 
 class SourceMemory:
-    """What the source of one rank's stream may tell of the memory of its stable tensors.
+    """The memory of a source's stable tensors, as the source of one rank's stream describes it.
 
     With defaults for other sources, whose tensors are whole.
     """

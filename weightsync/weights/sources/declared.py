@@ -132,7 +132,7 @@ def _fits(box: Slice) -> bool:
 
 
 class Said(NamedTuple):
-    """What a holding says, as text: to be compared in every update."""
+    """The facts of a holding as text, which every update compares."""
 
     name: str
     shape: str
@@ -141,7 +141,7 @@ class Said(NamedTuple):
 
 
 def said_by(one: Holding) -> Said:
-    """Return what a holding says, without its tensor."""
+    """Return the facts of a holding."""
     tensor = f"{one.tensor.dtype} {tuple(one.tensor.shape)}"
     return Said(one.name, str(one.shape), str(one.spans), tensor)
 

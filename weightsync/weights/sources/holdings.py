@@ -1,4 +1,4 @@
-"""What one rank of a trainer holds of each tensor: boxes, and the tensors in whose memory they are.
+"""Holdings of one rank of a trainer: boxes of each tensor, and the tensors whose memory has them.
 
 A source that says what its ranks hold is sent without a gather: the receivers read each box from a
 rank that holds it.
@@ -120,7 +120,7 @@ class Holdings:
 
 
 class Cut(NamedTuple):
-    """What becomes of one box: names and boxes, and a function that returns a view for each."""
+    """The parts that one box becomes: names and boxes, and a function that returns their views."""
 
     parts: Sequence[tuple[str, Slice]]
     views: Callable[[torch.Tensor], Sequence[torch.Tensor]]
