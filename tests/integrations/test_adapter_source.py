@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import weightsync as ws
 from tests.crew import Crew, crew
-from tests.integrations.test_huggingface import llama, train
+from tests.integrations.test_huggingface import KINDS as MERGED_KINDS
+from tests.integrations.test_huggingface import PROJECTIONS, Tensors, llama, quiet_peft, train
 from tests.server.live import serving
 from weightsync.integrations.adapters import (
     CONFIG_NAME,
@@ -29,26 +30,15 @@ from weightsync.integrations.adapters import (
 )
 from weightsync.server import weight_router
 
-# peft asks transformers for names that transformers gives up.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning:transformers",
-    "ignore:Model has `tie_word_embeddings:UserWarning",
-    "ignore::UserWarning:peft",
-)
+pytestmark = quiet_peft
 
-Tensors = dict[str, torch.Tensor]
-PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"target_modules": PROJECTIONS},
-    "rslora-alpha": {"target_modules": PROJECTIONS, "use_rslora": True, "lora_alpha": 7},
+    **MERGED_KINDS,
     "patterns": {
         "target_modules": PROJECTIONS,
         "rank_pattern": {"q_proj": 2},
         "alpha_pattern": {"v_proj": 5},
     },
-    "dora": {"target_modules": PROJECTIONS, "use_dora": True},
-    "whole-head": {"target_modules": PROJECTIONS, "modules_to_save": ["lm_head"]},
-    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
 }
 
 

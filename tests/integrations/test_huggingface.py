@@ -15,7 +15,7 @@ import weightsync as ws
 from weightsync.integrations.huggingface import MergedSource, adapter_tensors
 
 # peft asks transformers for names that transformers gives up.
-pytestmark = pytest.mark.filterwarnings(
+quiet_peft = pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers",
     "ignore:Model has `tie_word_embeddings:UserWarning",
     "ignore::UserWarning:peft",
