@@ -95,7 +95,8 @@ class Trainer:
         group = options.pop("members", None)
         if group is not None:
             options["process_group"] = dist.new_group(group, use_local_synchronization=True)
-        self.sender = ws.connect(self.source, to=to, timeout_s=TIMEOUT_S, **options)
+        options.setdefault("timeout_s", TIMEOUT_S)
+        self.sender = ws.connect(self.source, to=to, **options)
 
     def step(self) -> None:
         """One step of an optimizer, or a change of each weight of a model that computes nothing."""

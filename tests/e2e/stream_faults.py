@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import closing
 from typing import Any, Literal
 from unittest import mock
@@ -16,8 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import weightsync as ws
 from tests.e2e import ranks_at_work as work
+from tests.e2e.processes import stop
 from tests.e2e.ranks_at_work import Digests, Seen, seen
 from weightsync.report import SyncReport
+from weightsync.transports.http import HttpTransport
+from weightsync.wire.messages import FinishRequest, UpdateRequest
 
 Step = Literal["before", "begin", "between", "begun", "transfer", "transferred", "end"]
 Act = Literal["raise", "die", "stop"]
@@ -41,13 +45,13 @@ def fail_at(step: Step, act: Act) -> None:
 
     def fail(*args: object, **named: object) -> object:
         vars(owner).pop(name)
-        if step in ("begin", "transfer", "transferred"):
-            genuine(*args, **named)
+        after = step in ("begin", "transfer", "transferred")
+        result = genuine(*args, **named) if after else None
         if act == "die":
             work.die()
         if act == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-            return genuine(*args, **named)
+            return result if after else genuine(*args, **named)
         if step in ("between", "end"):  # what frees an engine, raises errors of weightsync alone
             raise ws.TransferError(f"in {step}")
         raise ZeroDivisionError(f"in {step}")
@@ -61,6 +65,47 @@ def send_failing(rank: int, at: int, step: Step, act: Act) -> tuple[Seen, Digest
     if rank == at:
         fail_at(step, act)
     return seen(work.kept().sender.send_weights), work.kept().full() if act == "raise" else {}
+
+
+Stage = Literal["load", "transfer", "finish"]
+_MESSAGES: dict[Stage, type] = {"load": UpdateRequest, "finish": FinishRequest}
+
+
+def stop_at(rank: int, at: int, stage: Stage, pid: int, url: str) -> None:
+    """Stop the process of a receiver once, at a stage of the next update.
+
+    Before a message of rank 0 to the receiver, or before rank `at` begins to transfer: then the
+    other ranks begin later, so that rank `at` waits longest.
+    """
+    owner: Any = HttpTransport
+    name = "call"
+    if stage == "transfer":
+        owner = next(iter(work.kept().sender._group.worker.engines.values()))
+        name = "transfer"
+    elif rank:
+        return
+    own = name in vars(owner)
+    genuine = getattr(owner, name)
+
+    def stopping(*args: Any, **named: Any) -> Any:
+        if stage != "transfer":
+            transport, request = args[:2]
+            if transport.target != url or not isinstance(request, _MESSAGES[stage]):
+                return genuine(*args, **named)
+        if own:
+            setattr(owner, name, genuine)
+        else:
+            delattr(owner, name)
+        if rank == at or stage != "transfer":
+            stop(pid)
+        else:
+            time.sleep(LATER_S)
+        return genuine(*args, **named)
+
+    setattr(owner, name, stopping)
+
+
+LATER_S = 3.0
 
 
 class Sums(nn.Module):

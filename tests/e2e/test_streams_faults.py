@@ -46,6 +46,23 @@ def test_a_rank_that_raises(ranks: Crew, host: Host, at: int, way: str, apply: s
         held = sent[0][1]
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_receiver_is_dropped_for_a_rank(ranks: Crew, host: Host, at: int, way: str) -> None:
+    """Receivers whose transfer ends because a rank has failed are not to blame."""
+    to = receivers(host, 3)
+    start(ranks, to, "fsdp", on_failure="drop", **WAYS[way])
+    held = ranks.run(work.step_and_send)[0][1]
+    outcomes = [seen for seen, _ in ranks.run(faults.send_failing, at, "begun", "raise")]
+    check_alike(outcomes, "RemoteError", f"rank {at}: ", "in begun")
+    for remote in to:
+        assert {name: remote.digests()[name] for name in held} == held
+    sent = ranks.run(work.step_and_send)
+    check_sent(sent, to, 2)
+    assert sent[0][0].result.dropped == {}
+    assert len(sent[0][0].result.receivers) == len(to)
+
+
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 def test_a_copy_has_what_the_ranks_gather(ranks: Crew) -> None:
     """`send_async` makes what no rank holds a known part of, each time it copies."""

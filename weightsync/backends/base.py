@@ -473,7 +473,7 @@ class ReaderWatch:
 
     @property
     def late_readers(self) -> list[int]:
-        """The readers that made the last transfer time out. Read on rank 0 only."""
+        """The readers that made the last transfer time out."""
         return []
 
     def progress(self) -> TransferProgress | None:

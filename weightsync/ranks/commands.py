@@ -186,8 +186,9 @@ class Transfer(Command, frozen=True, kw_only=True):
 class KeepAlive(Command, frozen=True, kw_only=True):
     """Return the signs of life of this rank's readers. Sent while rank 0 waits for receivers.
 
-    Raises if this rank has left the update, unless `may_raise` is False: then the update cannot be
-    aborted any more.
+    Also after a failed transfer, for the readers that a rank waited for in vain. Raises if this
+    rank has left the update, unless `may_raise` is False: then the update cannot be aborted any
+    more, or has failed.
     """
 
     may_raise: bool = True
@@ -227,12 +228,13 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The reply of one rank: the fields that belong to the command, or `problem`.
 
     `is_late`: the transfer before an End has failed on this rank. `round` has the next messages of
-    a handshake. `beats` has each reader's sign of life, by
-    backend. `updates` has the payloads by backend, and by reader where each reader gets its
-    own. `changed` names tensors of the source that changed during the transfer, `not_finite`
-    those that hold NaN or infinity. `moved` and `estimate` are what the rank found before it began,
-    `estimate` None on a rank without receivers. `delta` has the terms of a delta, `delta_lines` and
-    `delta_nbytes` its changed lines and the bytes of its packets.
+    a handshake. `beats` has each reader's sign of life, by backend, `late` the readers that made
+    the transfer of this rank time out; `has_failed` that this transfer failed, and was not
+    cancelled by another rank. `updates` has the payloads by backend, and by reader where each
+    reader gets its own. `changed` names tensors of the source that changed during the transfer,
+    `not_finite` those that hold NaN or infinity. `moved` and `estimate` are what the rank found
+    before it began, `estimate` None on a rank without receivers. `delta` has the terms of a delta,
+    `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets.
     """
 
     problem: Problem | None = None
@@ -240,6 +242,8 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     round: Round | None = None
     moved: bool = False
     beats: dict[str, dict[int, int | None]] = {}
+    late: dict[str, list[int]] = {}
+    has_failed: bool = False
     updates: dict[str, Any] = {}
     manifest: ManifestMessage | None = None
     packed: dict[str, bool] = {}

@@ -38,7 +38,7 @@ from weightsync.errors import (
     shorten,
 )
 from weightsync.profiling import scope
-from weightsync.ranks.comm import CancelledError, RankComm
+from weightsync.ranks.comm import Cancellation, CancelledError, RankComm
 from weightsync.ranks.commands import (
     AnyCommand,
     BeforeBegin,
@@ -156,7 +156,7 @@ class RankWorker:
         self._passes: list[str] = []
         self._changes: ChangeLog | None = None
         self._update: UpdateSource | None = None
-        self._goes_on = self._transfers = False
+        self._goes_on = self._transfers = self._has_failed = False
         self.late: BaseException | None = None
         self._senders: set[int] = set()
         self.calls = TorchCalls()
@@ -574,6 +574,7 @@ class RankWorker:
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self._goes_on, self._transfers, self.late = command.goes_on, False, None
+        self._has_failed = False
         self.reading = self._readers_of(command.readers)
         self._passes = [name for name in command.readers if not self.backend(name).requires]
         self.sent.refresh(passes=len(self._passes))
@@ -628,7 +629,8 @@ class RankWorker:
                         self.engines[name].transfer(self._check_all)
                     elif self._gathers_in(name, update, packed=True):
                         self.sent.drain(self._check_all)
-            except BaseException:
+            except BaseException as exc:
+                self._has_failed = not isinstance(exc, Cancellation)
                 for name in self.reading:
                     try:
                         self.engines[name].cancel()
@@ -644,14 +646,13 @@ class RankWorker:
         """Return the liveness counters of this rank's readers."""
         if command.may_raise:
             self._check_own()
+        watches = {name: part(self.engines[name], ReaderWatch) for name in self.reading}
         beats = {
-            name: {
-                reader: part(self.engines[name], ReaderWatch).liveness_counter(reader)
-                for reader in readers
-            }
-            for name, readers in self.reading.items()
+            name: {reader: watch.liveness_counter(reader) for reader in self.reading[name]}
+            for name, watch in watches.items()
         }
-        return CommandResult(beats=beats)
+        late = {name: watch.late_readers for name, watch in watches.items() if watch.late_readers}
+        return CommandResult(beats=beats, late=late, has_failed=self._has_failed)
 
     def _end_of_all(self) -> CommandResult:
         """End the update, and report whether this rank's transfer has failed."""

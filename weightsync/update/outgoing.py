@@ -36,6 +36,7 @@ from weightsync.ranks.commands import (
     DeltaOffer,
     DeltaTask,
     End,
+    KeepAlive,
     ReadersByRank,
     Transfer,
 )
@@ -125,6 +126,7 @@ class UpdateTransaction:
         self._described: set[Member] = set()
         self._first_failed: Member | None = None
         self._sourceless = False
+        self._late: Sequence[Member] = ()
         self._version: int | None = None
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
@@ -404,10 +406,10 @@ class UpdateTransaction:
             except BaseException as exc:
                 if others_transfer:
                     self._group.worker.cancel_transfer()
-                self._stop(calls, exc)
+                self._stop(calls, exc, apart=others_transfer)
                 raise
             finally:
-                self._results = self._group.run_on_all(End())
+                self._results = self._end_transfer()
         except VerificationError as exc:
             self._refuse_changed(exc)
             raise
@@ -424,6 +426,16 @@ class UpdateTransaction:
                 raise ConfigError(
                     f"backend {member.backend!r}: table_digest is None after a verified transfer"
                 )
+
+    def _end_transfer(self) -> list[CommandResult]:
+        """End the transfer on all ranks. Raises the error of a rank that transferred by itself."""
+        try:
+            return self._group.run_on_all(End())
+        except TransferTimeout as exc:
+            if self._late and not self._group.comm.broken:
+                add_target(exc, names(self._late))
+                self.failed.update(dict.fromkeys(self._late, exc))
+            raise
 
     def _goes_on(self, *, pairs: bool) -> bool:
         """Whether all ranks transfer without a further command, and reply at the end."""
@@ -577,33 +589,64 @@ class UpdateTransaction:
             error=_clipped(str(errors[0])) if errors else "",
         )
 
-    def _stop(self, begun: Mapping[Member, Future[MemberReply]], why: BaseException) -> None:
+    def _stop(
+        self, begun: Mapping[Member, Future[MemberReply]], why: BaseException, *, apart: bool
+    ) -> None:
         """Abort after a failed transfer, and wait until no receiver reads any more.
 
-        The members that failed before are to blame, else those that kept the sender waiting.
+        The members that failed before are to blame, else those that kept a rank waiting. Where
+        another rank has failed that transferred `apart`, only the latter: the errors of the others
+        may come of that.
         """
-        engines = self._group.worker.engines
-        blamed: list[Member] = []
-        if self._first_failed is not None and not (self.failed or blamed):
-            blamed = [self._first_failed]
-        if not (self.failed or blamed):
-            self._note([future.result() for future in begun.values() if future.done()])
-        if isinstance(why, TransferTimeout) and not (self.failed or blamed):
-            late = {name: part(e, ReaderWatch).late_readers for name, e in engines.items()}
-            blamed = _readers_of_rank_0(begun, late)
-            add_target(why, names(blamed))
-            self._fleet.mark_silent(blamed)
+        # Before the ranks are asked: receivers fail when the ranks end the update.
+        done = [future.result() for future in begun.values() if future.done()]
+        answers: Sequence[CommandResult] = self._signs_of_all() if apart else ()
+        blamed: Sequence[Member]
+        if any(answer.has_failed for answer in answers[1:]):
+            blamed = self._late = _late_members(begun, [answer.late for answer in answers])
+        else:
+            blamed = self._blamed(begun, done, why)
+        self._fleet.mark_silent(self._late)
         if isinstance(why, WeightSyncError):
             self.failed.update(dict.fromkeys(blamed, why))
         self.abort("the sender stopped in the middle")
         for member, future in begun.items():
-            packed = self._begun and self._begun[member.rank].packed.get(member.backend)
-            if packed and member.unaborted == self.update_id:
+            packed = [
+                self._begun[rank].packed.get(member.backend, False) for rank in member.sending
+            ]
+            if all(packed) and member.unaborted == self.update_id:
                 continue  # it cannot be reached, and reads buckets, not the source
             self._fleet.await_all([future], idle=self._collect_signs if member.rank else None)
             error = future.result().error
             if error is not None:
                 logger.debug("after the stop: %s: %s", member.target, error)
+
+    def _blamed(
+        self, begun: Iterable[Member], done: list[MemberReply], why: BaseException
+    ) -> Sequence[Member]:
+        """Return the members to blame for the failure of a transfer on this rank."""
+        if self.failed:
+            return ()
+        if self._first_failed is not None:
+            return [self._first_failed]
+        if isinstance(why, TransferTimeout):
+            engines = self._group.worker.engines.items()
+            own = {name: part(engine, ReaderWatch).late_readers for name, engine in engines}
+            self._late = _late_members(begun, [own])
+            if not self._late and any(member.rank for member in begun):
+                answers = self._signs_of_all()
+                self._late = _late_members(begun, [answer.late for answer in answers])
+            if self._late:
+                add_target(why, names(self._late))
+        if not self._late:
+            self._note(done)
+        return self._late
+
+    def _signs_of_all(self) -> Sequence[CommandResult]:
+        """Return what all ranks know of their readers; nothing where a rank is lost."""
+        with suppress(WeightSyncError):  # the update ends with the error of that rank
+            return self._group.run_on_all(KeepAlive(may_raise=False))
+        return ()
 
     def _raise_unless_all(self, answers: list[MemberReply]) -> None:
         """Raise the first error, unless the PREPARED members can finish without the failed ones.
@@ -734,11 +777,18 @@ def _clipped(text: str) -> str:
     return text.encode("utf-8", "replace").decode()[:256]
 
 
-def _readers_of_rank_0(
-    members: Iterable[Member], readers: Mapping[str, Sequence[int]]
+def _late_members(
+    members: Iterable[Member], late: Sequence[Mapping[str, Sequence[int]]]
 ) -> list[Member]:
-    """Return the members that are one of these readers of rank 0, by backend."""
-    return [m for m in members if m.rank == 0 and m.reader in readers.get(m.backend, ())]
+    """Return the members that a rank waited for in vain; `late` are readers by backend, by rank."""
+    return [
+        member
+        for member in members
+        if any(
+            rank < len(late) and member.reader in late[rank].get(member.backend, ())
+            for rank in member.sending
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)
