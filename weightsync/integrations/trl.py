@@ -3,7 +3,8 @@
     sync = WeightSyncCallback("http://127.0.0.1:8000")
     trainer = GRPOTrainer(..., callbacks=[sync], rollout_func=ServedRollouts("http://127.0.0.1:8000"))
 
-With `ServedRollouts` that server generates the completions that the trainer learns from.
+With `ServedRollouts` that server generates the completions that the trainer learns from. Both take
+`adapter="policy"`: then the adapter of a PEFT model is all that moves.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from weightsync import sender as sending
 from weightsync.arguments import Dtype
 from weightsync.backends.registry import BackendChoice
 from weightsync.errors import ConfigError, MissingExtraError, install_hint
+from weightsync.integrations.adapters import AdapterSource, check_name
 from weightsync.integrations.trl_rollouts import ServedRollouts
 from weightsync.observe import Shown
 from weightsync.ranks.replicas import CheckReplicas
@@ -87,10 +89,11 @@ class WeightSyncCallback(TrainerCallback):
     (`at_end`). The trainer waits for each update, so that generation continues with the new
     weights. Versions are `WeightSender`'s; the update's label is the step, `step-12`.
 
-    A PEFT model is sent with its active adapters merged in. With `adapter_only` it is sent whole
-    once and then its adapter alone, for receivers that hold a PEFT model of the same config.
-    `source` is called with the model, and returns the callable or WeightSource to send instead.
-    `settings` are those of `connect`.
+    A PEFT model is sent with its active adapters merged in. With `adapter="policy"` its adapter
+    alone is sent, by that name, to servers that load adapters: see AdapterSource. With
+    `adapter_only` it is sent whole once and then its adapter alone, for receivers that hold a PEFT
+    model of the same config. `source` is called with the model, and returns the callable or
+    WeightSource to send instead. Give one of the three. `settings` are those of `connect`.
 
     The log gets `sync/version`, and of the updates since its last entry the mean `sync/seconds`,
     `sync/gbps` over all of their time, and the longest `sync/stall_s`. An update at the end is an
@@ -108,6 +111,7 @@ class WeightSyncCallback(TrainerCallback):
         every: int = 1,
         at_start: bool = True,
         at_end: bool = True,
+        adapter: str | None = None,
         adapter_only: bool = False,
         source: Source | None = None,
         **settings: Unpack[ConnectSettings],
@@ -120,13 +124,22 @@ class WeightSyncCallback(TrainerCallback):
                 f"{', '.join(sorted(unknown))}: no setting of connect(); there are "
                 f"{', '.join(ConnectSettings.__annotations__)}"
             )
-        if adapter_only and source is not None:
-            raise ConfigError("adapter_only and source both say what is sent; give one of them")
+        chosen = {"adapter": adapter, "adapter_only": adapter_only or None, "source": source}
+        given = [name for name, value in chosen.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both say what is sent; give one of them")
+        if adapter is not None:
+            check_name(adapter)
+            if settings.get("rename") is not None:
+                raise ConfigError(
+                    "rename= is not applied to an adapter, which is sent under the names of PEFT's "
+                    "checkpoints; leave it out"
+                )
         self.version = 0
         self.last_report: SyncReport | None = None
         self._to, self._settings, self._source = to, settings, source
         self._every, self._at_start, self._at_end = every, at_start, at_end
-        self._adapter_only = adapter_only
+        self._adapter, self._adapter_only = adapter, adapter_only
         self._sender: WeightSender | None = None
         self._sent_step: int | None = None
         self._unlogged: list[SyncReport] = []
@@ -233,13 +246,17 @@ class WeightSyncCallback(TrainerCallback):
         source: object = model
         if self._source is not None:
             source = self._source(model)
-        elif is_peft(model) and not self._adapter_only:
-            source, settings = _merged(model, settings)
-        elif self._adapter_only and not is_peft(model):
+        elif (self._adapter_only or self._adapter is not None) and not is_peft(model):
+            argument = "adapter_only" if self._adapter_only else "adapter="
             raise ConfigError(
-                f"adapter_only sends a PEFT model's adapter, and a {type(model).__name__} is "
+                f"{argument} sends a PEFT model's adapter, and a {type(model).__name__} is "
                 "trained; leave it out, or give the trainer a peft_config"
             )
+        elif self._adapter is not None:
+            settings = settings.copy()
+            source = AdapterSource(model, self._adapter, dtype=settings.pop("dtype", None))
+        elif is_peft(model) and not self._adapter_only:
+            source, settings = _merged(model, settings)
         else:
             _check_whole(model)
         return sending.connect(source, self._to, **settings)

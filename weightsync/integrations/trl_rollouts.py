@@ -13,7 +13,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 import xxhash
 
-from weightsync.errors import ConfigError, NotReadyError, ProtocolError
+from weightsync.errors import ConfigError, NotReadyError, ProtocolError, RemoteError
+from weightsync.integrations.adapters import adapter_path, check_name
 from weightsync.integrations.engine_control import EngineClient
 from weightsync.integrations.servers import read_target
 from weightsync.integrations.vllm.server import SCHEME
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 _BRIEF_S = 60.0
+_TRIES = 4
 
 _MAX_PROMPTS = 256
 _MAX_COMPLETIONS = 1024
@@ -68,6 +70,10 @@ class ServedRollouts:
     version of a token: an update between question and answer leaves two versions for all of its
     tokens, which `made_by` then counts under None.
 
+    `adapter` is the name of an adapter that a trainer sends to that server: it generates, and the
+    versions are its own. Of vLLM the newest version is requested by its number, so that all tokens
+    of a reply are of that one. NotReadyError where none was sent yet.
+
     `token` and `verify_tls` are HttpTransport's. `timeout_s` limits the wait for one reply, which
     has up to 1024 completions. Calls raise ConfigError for settings of the trainer that the server
     does not support (tools, images, `top_k`, …), NotReadyError where the server ended completions
@@ -80,6 +86,7 @@ class ServedRollouts:
         self,
         url: str,
         *,
+        adapter: str | None = None,
         token: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         verify_tls: bool | str = True,
@@ -87,7 +94,12 @@ class ServedRollouts:
         self.made_by: Counter[int | None] = Counter()
         plain, engine = read_target(url)
         kind = _VllmClient if engine == "vllm" else _GenerateClient
-        self._client: _GenerateClient | _VllmClient = kind(plain, token, verify_tls=verify_tls)
+        self._client: _GenerateClient | _VllmClient = kind(
+            plain,
+            token,
+            verify_tls=verify_tls,
+            adapter=None if adapter is None else check_name(adapter),
+        )
         self._timeout_s = timeout_s
         self._calls = 0
 
@@ -147,9 +159,17 @@ class ServedRollouts:
 class _GenerateClient(HttpTransport):
     """Client of `POST /generate`, with the connections, errors and token of HttpTransport."""
 
+    def __init__(
+        self, url: str, token: str | None = None, *, verify_tls: bool | str, adapter: str | None
+    ) -> None:
+        super().__init__(url, token, verify_tls=verify_tls)
+        self._named = {} if adapter is None else {"model": adapter}
+
     def generate(self, fields: dict[str, Any], *, timeout_s: float) -> list[ServedCompletion]:
         """Return the completions, in the order of the prompts. Raises as ServedRollouts does."""
-        status, body = self._exchange("generate", msgspec.json.encode(fields), timeout_s)
+        status, body = self._exchange(
+            "generate", msgspec.json.encode(fields | self._named), timeout_s
+        )
         if status == 404:
             raise ConfigError(
                 f"{self.target} has no /generate; give the URL of `weightsync serve`, or "
@@ -208,19 +228,19 @@ class _Models(msgspec.Struct, frozen=True, kw_only=True):
 class _VllmClient(EngineClient):
     """Client of vLLM's `POST /v1/completions`, which asks our engine for the version."""
 
-    def __init__(self, url: str, token: str | None = None, *, verify_tls: bool | str) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, *, verify_tls: bool | str, adapter: str | None
+    ) -> None:
         super().__init__(url, token, verify_tls=verify_tls)
         self._model = ""
-        self._workers = TransportFactory(token, verify_tls=verify_tls)
+        self._adapter = adapter
+        below = "" if adapter is None else adapter_path(adapter)
+        self._workers = TransportFactory(token, verify_tls=verify_tls, below=below)
         self._worker: Transport | None = None
 
     def generate(self, fields: dict[str, Any], *, timeout_s: float) -> list[ServedCompletion]:
         """Return the completions, in the order of the prompts. Raises as ServedRollouts does."""
-        if not self._model:
-            found = self._ask("v1/models", None, _Models, _BRIEF_S).data
-            self._model = found[0].id if found else ""
         asked = {
-            "model": self._model,
             "prompt": fields["prompts"],
             "n": fields["n"],
             "max_tokens": fields["max_new_tokens"],
@@ -234,9 +254,13 @@ class _VllmClient(EngineClient):
             "min_p": 0.0,
             "repetition_penalty": 1.0,
         }
-        before = self._version()
-        answer = self._ask("v1/completions", asked, _Choices, timeout_s)
-        after = self._version()
+        if self._adapter is None:
+            before = self._version()
+            answer = self._complete(self._base(), asked, timeout_s)
+            after = self._version()
+        else:
+            before, answer = self._by_version(self._adapter, asked, timeout_s)
+            after = before
         completions = [
             ServedCompletion(
                 prompt_index=choice.index // fields["n"],
@@ -253,6 +277,40 @@ class _VllmClient(EngineClient):
         ]
         _check(self.target, completions, len(fields["prompts"]), fields["n"])
         return completions
+
+    def _base(self) -> str:
+        """Return the name of the base model, which the server lists first."""
+        if not self._model:
+            found = self._ask("v1/models", None, _Models, _BRIEF_S).data
+            self._model = found[0].id if found else ""
+        return self._model
+
+    def _complete(self, model: str, asked: dict[str, Any], timeout_s: float) -> _Choices:
+        return self._ask("v1/completions", {"model": model, **asked}, _Choices, timeout_s)
+
+    def _by_version(
+        self, adapter: str, asked: dict[str, Any], timeout_s: float
+    ) -> tuple[int, _Choices]:
+        """Return the newest version of an adapter, and the answer of that version.
+
+        By its number, since the samples of a request by name may begin with different versions.
+        """
+        for left in reversed(range(_TRIES)):
+            version = self._version()
+            if not version:
+                raise NotReadyError(
+                    f"{self.target} holds no version of the adapter {adapter!r} yet; send it "
+                    f"first: WeightSyncCallback(to, adapter={adapter!r}) does, before the first "
+                    "step"
+                )
+            try:
+                return version, self._complete(f"{adapter}@{version}", asked, timeout_s)
+            except RemoteError as exc:
+                # Updates meanwhile may have dropped the version.
+                gone = exc.remote_type == "HTTP 404" and self._version() != version
+                if not gone or not left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def close(self) -> None:
         """Close all connections."""
