@@ -39,7 +39,7 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.report import DeltaReport, ReceiverReport, SyncReport
+from weightsync.report import DeltaReport, MergeReport, ReceiverReport, SyncReport
 from weightsync.runtime.provided import provide as _provide
 from weightsync.specs import Manifest, TensorSpec
 
@@ -94,6 +94,7 @@ __all__ = [
     "IPCWeightTransferUpdateInfo",
     "Manifest",
     "ManifestMismatchError",
+    "MergeReport",
     "MissingExtraError",
     "ModuleSink",
     "ModuleSource",

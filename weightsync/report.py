@@ -52,6 +52,26 @@ class DeltaReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """Report of an update that sent a model with adapters merged in: what rounding took of them.
+
+    `elements` is the number of elements of the sent tensors that the adapters change, `lost` the
+    number of these that have the same value as without adapters: the dtype that is sent has too
+    few digits for the sum. An element that the adapters change has a delta other than 0, as peft
+    computes it in float32; where peft computes no such delta (DoRA, biases, tuners other than
+    LoRA), the element differs in float32.
+    """
+
+    elements: int = 0
+    lost: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of the elements that lost the adapter, from 0 to 1."""
+        return self.lost / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverReport:
     """Report of one receiver on an update; the fields have the meaning of SyncReport's.
 
@@ -102,6 +122,7 @@ class SyncReport:
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
     - `delta`: whether only changed lines were sent, and what that saved; None where it is off.
+    - `merge`: how much of its adapters a merged model lost in rounding; None of other sources.
     """
 
     version: int
@@ -128,6 +149,7 @@ class SyncReport:
     rule: Rule = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)
     delta: DeltaReport | None = None
+    merge: MergeReport | None = None
 
     @property
     def gbps(self) -> float:
@@ -203,6 +225,7 @@ class SyncReport:
         more = f" and {len(self.gathered) - 1} more" if len(self.gathered) > 1 else ""
         return (
             self._delta
+            + self._merge
             + gathered
             + more
             + rolled
@@ -221,3 +244,9 @@ class SyncReport:
             f"; a delta of {self.delta.nbytes / 1e6:.1f} MB, verified in {self.delta.share:.2%} of "
             f"the lines and a sample of {self.delta.sampled:.2%}"
         )
+
+    @property
+    def _merge(self) -> str:
+        if self.merge is None or not self.merge.lost:
+            return ""
+        return f"; {self.merge.share:.2%} of the merged elements lost the adapter in rounding"

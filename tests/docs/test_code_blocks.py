@@ -46,7 +46,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/sources.md", "python"): (11, "tests/weights/test_docs_sources.py"),
     ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_codec.py"),
     ("docs/testing.md", "python"): (5, "tests/testing/test_docs_testing.py"),
-    ("docs/trl.md", "python"): (3, "tests/integrations/test_trl_ranks.py"),
+    ("docs/trl.md", "python"): (4, "tests/integrations/test_trl_ranks.py"),
     ("docs/writing-a-backend.md", "python"): (7, "tests/docs/test_writing_a_backend.py"),
     ("docs/writing-a-backend.md", "toml"): (1, "tests/docs/test_writing_a_backend.py"),
 }

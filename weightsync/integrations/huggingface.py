@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from weightsync.weights.tensor_kinds import check_sendable, states_beside, warn_
 
 try:
     from peft import PeftModel, get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 except ImportError as exc:
@@ -30,6 +32,7 @@ except ImportError as exc:
 _BASE = "base_layer"
 _SAVED = "modules_to_save"
 _ORIGINAL = "original_module"
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MergedSource:
@@ -39,7 +42,8 @@ class MergedSource:
     each layer in a copy, which lives until the next layer is read. The trainer's model does not
     change, and one layer's weights are held beside it. The copy is in float32 at least, and the
     result is rounded once, to what is sent: in bf16 many small changes of an adapter would be lost
-    in the sum. `dtype` casts floating-point tensors. Raises
+    in the sum. How many are lost by that one rounding is in `SyncReport.merge`. `dtype` casts
+    floating-point tensors. Raises
     ConfigError where `model` is no PeftModel, and for adapters that cannot be merged: trainable
     tokens, or a layer whose weights are tied to an earlier layer without an adapter.
     """
@@ -53,6 +57,7 @@ class MergedSource:
         check_sendable(named, dtype)
         warn_of_state(states_beside(named), "sent")
         self._is_named = True
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         specs = tuple(
             spec_of(name, self._tensors.tensors[i], dtype) for i, name in self._names.items()
         )
@@ -77,16 +82,27 @@ class MergedSource:
         """Yield names and tensors; a layer is merged when its first tensor is read."""
         self._look_again()
         layers = _tuner_layers(self._base)
-        merged: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._counts = counts = []
+        merged: tuple[str, dict[str, _Merged]] = ("", {})
         for i, name in self._names.items():
-            prefix, within = _split(self._tensors.names[i])
-            if within is None or prefix not in layers:
+            prefix, within = _split(self._tensors.names[i], layers)
+            if within is None:
                 yield name, gather(self._tensors.tensors[i].detach())
                 continue
             if merged[0] != prefix:
                 merged = prefix, _merge(layers[prefix])
-            tensor = merged[1][within]
-            yield name, tensor.to(sent_dtype(self._tensors.tensors[i].dtype, self._dtype))
+            found = merged[1][within]
+            sent = found.whole.to(sent_dtype(self._tensors.tensors[i].dtype, self._dtype))
+            counts += found.counts(sent)
+            yield name, sent
+
+    def take_merged(self) -> tuple[int, int] | None:
+        """Return, and forget, what the last pass counted; see WeightSource.take_merged."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return None
+        changed = sum(int(changed) for changed, _ in counts)
+        return changed, max(0, changed - sum(int(kept) for _, kept in counts))
 
     def _look_again(self) -> None:
         if self._tensors.refresh() or not self._is_named:
@@ -114,8 +130,8 @@ class MergedSource:
         plain = {self._tensors.names[i]: name for i, name in self._names.items()}
         aliases = {}
         for alias, name in self._tensors.aliases.items():
-            prefix, within = _split(alias)
-            if within is not None and prefix in layers and _split(name)[0] not in layers:
+            prefix, within = _split(alias, layers)
+            if within is not None and _split(name, layers)[1] is None:
                 raise ConfigError(
                     f"{prefix} has an adapter, and its weights are tied to {name}, which has none; "
                     "untie them, or put the adapter on the other"
@@ -238,18 +254,29 @@ def _tuner_layers(base: nn.Module) -> dict[str, BaseTunerLayer]:
     }
 
 
-def _split(name: str) -> tuple[str, str | None]:
-    """Return the layer's name, and the tensor's name in its base layer, None without adapter."""
+def _split(name: str, layers: dict[str, BaseTunerLayer]) -> tuple[str, str | None]:
+    """Return the adapted layer's name, and the tensor's name in its base layer.
+
+    The latter is None of a tensor without adapter, and of an adapter's own. A layer whose
+    parameters have an adapter each is wrapped once for each: the name is that of the outermost.
+    """
     prefix, found, within = name.partition(f".{_BASE}.")
-    return prefix, within if found else None
+    if not found or prefix not in layers:
+        return prefix, None
+    inner = prefix
+    while (inner := f"{inner}.{_BASE}") in layers:
+        if not within.startswith(f"{_BASE}."):
+            return prefix, None
+        within = within.removeprefix(f"{_BASE}.")
+    return prefix, within
 
 
 def _plain(
     name: str, layers: dict[str, BaseTunerLayer], saved: dict[str, str | list[str]]
 ) -> str | None:
     """Return the plain model's name of a tensor; None where it has no such tensor."""
-    prefix, within = _split(name)
-    if within is not None and prefix in layers:
+    prefix, within = _split(name, layers)
+    if within is not None:
         return f"{prefix}.{within}"
     if any(name.startswith(f"{layer}.") for layer in layers):
         return None
@@ -265,20 +292,92 @@ def _plain(
     )
 
 
-def _merge(layer: BaseTunerLayer) -> dict[str, torch.Tensor]:
+class _Merged(NamedTuple):
+    """A tensor with the adapters merged in, in float32 at least.
+
+    `base` is the tensor without, and `delta` what peft added, None where it does not say it.
+    """
+
+    whole: torch.Tensor
+    base: torch.Tensor
+    delta: torch.Tensor | None
+
+    def counts(self, sent: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return how many elements the adapters change, and of how many `sent` shows it.
+
+        Both on the tensor's device, which nothing waits for; no pair for what is not merged.
+        """
+        if not sent.is_floating_point() or self.whole is self.base:
+            return []
+        before = self.base.to(sent.dtype)
+        if sent.dtype.itemsize == 1:  # torch computes nothing in 8 bits
+            sent, before = sent.float(), before.float()
+        delta = self.whole - self.base if self.delta is None else self.delta
+        # What the adapters do not change is equal in `sent`, too: no mask of both is needed.
+        return [(_count_others(delta), _count_others(sent - before))]
+
+
+def _count_others(tensor: torch.Tensor) -> torch.Tensor:
+    """Return how many elements are not 0. The signs of zeros are lost in `tensor`.
+
+    In integers torch counts them in a third of the time.
+    """
+    return tensor.add_(0.0).view(_INTEGERS[tensor.dtype.itemsize]).count_nonzero()
+
+
+def _merge(layer: BaseTunerLayer) -> dict[str, _Merged]:
     """Return the tensors of a layer with its active adapters merged in by peft."""
     module: nn.Module = layer  # type: ignore[assignment]  # every BaseTunerLayer is a module
+    whole = {id(parameter): gather(parameter.detach()) for parameter in module.parameters()}
     # The copy has no gradients, and whole tensors in place of shards.
     memo: dict[int, object] = {
-        id(parameter): nn.Parameter(_widened(gather(parameter.detach())), requires_grad=False)
-        for parameter in module.parameters()
+        key: nn.Parameter(_widened(tensor), requires_grad=False) for key, tensor in whole.items()
     }
+    deltas: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         merged = copy.deepcopy(layer, memo)
-        merged.merge()
-        base = merged.get_base_layer()
-    tensors = [*base.named_parameters(), *base.named_buffers()]
-    return {name: tensor.detach() for name, tensor in tensors}
+        for wrapper in _wrappers(merged):
+            with _noting(wrapper, deltas):
+                wrapper.merge()
+    before = {name: whole[id(p)] for name, p in layer.get_base_layer().named_parameters()}
+    base = merged.get_base_layer()
+    found = {
+        name: _Merged(parameter.detach(), before[name], deltas.get(name))
+        for name, parameter in base.named_parameters()
+    }
+    return found | {name: _Merged(b, b, None) for name, b in base.named_buffers()}
+
+
+def _wrappers(layer: Any) -> Iterator[Any]:
+    """Yield a layer, and those that it wraps: one for each parameter with an adapter of its own."""
+    while isinstance(layer, BaseTunerLayer):
+        yield layer
+        layer = getattr(layer, _BASE, None)
+
+
+@contextmanager
+def _noting(layer: Any, deltas: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Note what the merge of a LoRA adds to its weight, by the weight's name.
+
+    A variant (DoRA) does more than to add, and what other tuners compute is no sum.
+    """
+    is_sum = isinstance(layer, LoraLayer) and not getattr(layer, "lora_variant", None)
+    if not is_sum:
+        yield
+        return
+    name = getattr(layer, "parameter_name", "weight")
+    compute = layer.get_delta_weight
+
+    def noted(adapter: str) -> torch.Tensor:
+        delta: torch.Tensor = compute(adapter)
+        deltas[name] = deltas[name] + delta if name in deltas else delta
+        return delta
+
+    layer.get_delta_weight = noted
+    try:
+        yield
+    finally:
+        del layer.get_delta_weight  # or the layer would be in a cycle, and wait for the collector
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -234,7 +234,9 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     reader gets its own. `changed` names tensors of the source that changed during the transfer,
     `not_finite` those that hold NaN or infinity. `moved` and `estimate` are what the rank found
     before it began, `estimate` None on a rank without receivers. `delta` has the terms of a delta,
-    `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets.
+    `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets. `merged` has
+    the elements that adapters changed and those that lost the adapter in rounding, where the source
+    merges them.
     """
 
     problem: Problem | None = None
@@ -256,6 +258,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     delta: DeltaTerms | None = None
     delta_lines: int = 0
     delta_nbytes: int = 0
+    merged: tuple[int, int] | None = None
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

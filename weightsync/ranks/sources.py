@@ -447,6 +447,10 @@ class SourceOfUpdate:
         """Return tensors that share the memory of stable ones, and follow where that is moved."""
         return SourceMemory(self._given).buffers()
 
+    def take_merged(self) -> tuple[int, int] | None:
+        """Return what the last pass counted of merged adapters; see WeightSource.take_merged."""
+        return SourceExtras(self._given).take_merged()
+
     def _named(self, stable: Sequence[torch.Tensor]) -> Iterator[Pair]:
         """Yield stable tensors with their names; another number of them is refused elsewhere."""
         return zip((spec.name for spec in self.manifest.specs), stable, strict=False)

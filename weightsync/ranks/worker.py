@@ -452,6 +452,7 @@ class RankWorker:
             try:
                 self._comparison.note()
                 snapshot.take(copied, self._check_all)
+                snapshot.merged = copied.take_merged()
             finally:
                 changed = copied.end_watch()
             if changed:
@@ -684,7 +685,7 @@ class RankWorker:
             stack.callback(lambda: changed.extend(self.sent.end_watch(self._is_adopted)))
             for engine in dependents:
                 stack.callback(_named, engine, "end")
-        not_finite = self.sent.not_finite
+        not_finite, merged = self.sent.not_finite, self.sent.take_merged()
         self.sent.refresh()
         digests = {name: _digest_of(self.engines[name]) for name in self.reading}
         lines, nbytes = (0, 0) if update is None else update.sent_lines
@@ -694,6 +695,7 @@ class RankWorker:
             digests=digests if update is None else digests | update.digests,
             delta_lines=lines,
             delta_nbytes=nbytes,
+            merged=merged,
             extra_nbytes=self._extra_nbytes(),
             written_nbytes=sum(_of_memory(engine, "written_nbytes") for engine in engines),
         )

@@ -40,7 +40,7 @@ from weightsync.ranks.commands import (
     ReadersByRank,
     Transfer,
 )
-from weightsync.report import ReceiverReport, Rule, SyncReport
+from weightsync.report import MergeReport, ReceiverReport, Rule, SyncReport
 from weightsync.update.fleet import (
     Fleet,
     Member,
@@ -334,6 +334,7 @@ class UpdateTransaction:
             not_finite=self._not_finite(),
             replicas_differ=self._group.worker.replicas.take_differing(),
             gathered=self._gathered(),
+            merge=self._merge(),
             rule=self.rule,
         )
 
@@ -474,6 +475,11 @@ class UpdateTransaction:
         if found:
             logger.warning("%d tensors hold NaN or infinity: %s", len(found), shorten(found))
         return found
+
+    def _merge(self) -> MergeReport | None:
+        """Return what rounding took of merged adapters: ranks that merge all do the same."""
+        counts = next((one.merged for one in self._results if one.merged is not None), None)
+        return None if counts is None else MergeReport(elements=counts[0], lost=counts[1])
 
     def _refuse_changed(self, cause: BaseException | None = None) -> None:
         """Raise VerificationError, with the update aborted, if the source changed meanwhile.

@@ -250,6 +250,8 @@ class WeightSource(Protocol):
     of the devices of tensors that it makes. `holdings()` returns the Holdings of this rank, so that
     no rank gathers tensors for receivers on its host; None where the source only makes full ones.
     Every rank calls it, once, at `connect`.
+    `take_merged()` returns how many elements merged adapters changed since it was called last, and
+    how many of these lost the adapter in rounding; None where none were made.
     `receiver_path` is the path of its receiver below the URL of a server that has several, as
     `adapters/policy`. If its ranks hold different tensors, it is a SplitSource.
     """
@@ -325,6 +327,12 @@ class SourceExtras:
         """The original dtypes of tensors that the source rounds."""
         rounded: Mapping[str, str] = getattr(self._source, "rounded", {})
         return rounded
+
+    def take_merged(self) -> tuple[int, int] | None:
+        """Return, and forget, what a source that merges adapters counted; None of others."""
+        take: Callable[[], tuple[int, int] | None] | None
+        take = getattr(self._source, "take_merged", None)
+        return None if take is None else take()
 
     @property
     def device_types(self) -> AbstractSet[str]:
@@ -902,6 +910,7 @@ class Snapshot:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.merged: tuple[int, int] | None = None
         self._copies: list[torch.Tensor] = []
         self._is_whole = False
 
@@ -959,6 +968,10 @@ class Snapshot:
         if not self._is_whole:
             raise TransferError("there is no whole copy of the weights; send again")
         return self._copies
+
+    def take_merged(self) -> tuple[int, int] | None:
+        """Return what was counted when the copy was taken."""
+        return self.merged
 
     def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=tensor.device)

@@ -139,6 +139,10 @@ class WrappingSource(ABC):
         """The names that `source` reports as changed while they were sent."""
         return SourceExtras(self.source).changed
 
+    def take_merged(self) -> tuple[int, int] | None:
+        """Return what `source` counted of the adapters that it merges."""
+        return SourceExtras(self.source).take_merged()
+
     @property
     def device_types(self) -> AbstractSet[str]:
         """The types of the devices on which `source` makes its tensors."""
