@@ -436,9 +436,11 @@ class WeightSender:
         """Copy the source's weights, and send the copy from another thread: the source may change.
 
         Returns when the copy is made, at the speed of memory copies; the future has the report, or
-        the error, which is also logged. The first call allocates memory for a whole model, on the
-        tensors' device, on every rank (sharded tensors are gathered), and connects again. Every
-        later update of this sender sends from the copy, those of `send_weights` too.
+        the error, which is also logged. The first call allocates memory for the copy, on the
+        tensors' device, and connects again. Ranks that each send what they hold copy that: 1/N of
+        the model; else every rank copies the whole model (sharded tensors are gathered). Every
+        later update of this sender sends from the copy, those of `send_weights` too. A first call
+        that fails frees its copy.
 
         One update is in flight. A further call waits for it before it copies. With `replace` it
         cancels the one in flight, whose future then has TransferCancelled, unless it was too late

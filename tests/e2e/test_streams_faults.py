@@ -75,6 +75,22 @@ def test_a_copy_has_what_the_ranks_gather(ranks: Crew) -> None:
         assert values == [total + i * size]
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_first_copy_that_fails_leaves_no_memory(ranks: Crew, host: Host, at: int) -> None:
+    """On no rank, though the error is kept, whose frames had the copy."""
+    to = receivers(host, 1)
+    start(ranks, to, "fsdp")
+    found = ranks.run(faults.copy_failing, at)
+    check_alike([failed for failed, *_ in found], "RemoteError", f"rank {at}: ", "in the copy")
+    for _, before, report, left, nbytes in found:
+        assert before == [nbytes]
+        assert nbytes > 0
+        assert left == 0
+        assert (report.version, report.verified, report.gathered) == (1, "held", {})
+    full = ranks.run(work.full_of_kept)[0]
+    assert {name: to[0].digests()[name] for name in full} == full
+
+
 def test_copies_are_joined_apart_from_the_trainers_group(ranks: Crew) -> None:
     """A thread joins them while the trainer has collectives of its own under way."""
     for full, joined in ranks.run(faults.join_with_no_group, "fsdp"):

@@ -445,6 +445,20 @@ class RankWorker:
             snapshot = Snapshot(copied.manifest)
         copied.refresh()
         self._comparison.begin()
+        with ExitStack() as stack:
+            if self._snapshot is None:  # nobody can use it, and the error's frames would keep it
+                stack.callback(snapshot.drop)
+            self._fill(snapshot, copied)
+            stack.pop_all()
+        self._comparison.end()
+        if self._snapshot is None:
+            self._snapshot, self._copied = snapshot, copied
+            if not command.streams:
+                self._send_whole_snapshot(snapshot)
+        return CommandResult(extra_nbytes=snapshot.nbytes)
+
+    def _fill(self, snapshot: Snapshot, copied: SourceOfUpdate) -> None:
+        """Copy the source's tensors, in a step of all ranks."""
         with self._step():
             if self._copied_stream is not None and self._collective is not None:
                 self._copied_stream.gather(self._collective.meet)
@@ -462,12 +476,6 @@ class RankWorker:
                     f"{shorten(changed)}; send again when nothing else changes it",
                     names=changed,
                 )
-        self._comparison.end()
-        if self._snapshot is None:
-            self._snapshot, self._copied = snapshot, copied
-            if not command.streams:
-                self._send_whole_snapshot(snapshot)
-        return CommandResult(extra_nbytes=snapshot.nbytes)
 
     def _send_whole_snapshot(self, snapshot: Snapshot) -> None:
         """Send a copy of the whole model, as one rank would, from now on."""

@@ -71,10 +71,9 @@ class Coordinator:
 
     def take_snapshot(self) -> None:
         """Copy the source's tensors on all ranks; from then on every update sends a copy."""
-        streams = self._group.sends_streams
         if not self._sends_snapshots:
             self.membership.disconnect()
-        self._group.take_snapshot(streams=streams)
+        self._group.take_snapshot(streams=self.paths.sends_streams)
         self._sends_snapshots = True
 
     def _ready(self, members: Sequence[Member] | None = None) -> None:

@@ -376,6 +376,11 @@ class PathSelector:
             self._spanning, self._group.sends_streams = "", False
             self._group.run_on_all(Withdraw())
 
+    @property
+    def sends_streams(self) -> bool:
+        """Whether each rank sends what it holds, or did when the fleet was connected last."""
+        return self._group.comm.size > 1 and not self.why_gathered
+
     def _candidates(self, member: Member) -> list[Candidate]:
         member.skipped = dict(self._unusable)
         infos = self._group.rank_infos
