@@ -59,6 +59,7 @@ FEW_RANKS = {
     ((2, 1), "begun", "registered", "staged"),
     ((2, 0), "transfer", "ring", "in_place"),
     ((4, 2), "end", "ring", "staged"),
+    ((2, 0), "end", "registered", "staged"),
 }
 
 

@@ -29,7 +29,7 @@ from weightsync.errors import (
     TransferTimeout,
     WeightSyncError,
 )
-from weightsync.ranks.watch import RankWatch, WatchOutcome
+from weightsync.ranks.watch import LEAST_SILENCE_S, RankWatch, WatchOutcome
 from weightsync.runtime.interpreter_exit import TorchCalls, never_destroy
 from weightsync.specs import Manifest
 from weightsync.wire.problem import Problem, from_problem, to_problem
@@ -287,6 +287,14 @@ class RankComm:
     def is_losing(self) -> bool:
         """Whether a rank has noticed the loss of another rank; as of some moments ago."""
         return self._watch is not None and self._watch.is_losing
+
+    def check_given_up(self) -> None:
+        """Raise where another rank has noticed the loss of a rank: of this one, if it was stopped.
+
+        Not collective. Called where this rank may have been stopped since the last collective.
+        """
+        if self._watch is not None and self._watch.look_for_loss(LEAST_SILENCE_S):
+            self._give_up(WatchOutcome())
 
     def is_noted(self, note: str) -> bool:
         """Whether a rank has set the key `note` of `store`; as of some moments ago."""

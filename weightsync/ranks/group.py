@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -30,6 +31,7 @@ from weightsync.ranks.commands import (
     encode,
 )
 from weightsync.ranks.streams import plan_streams
+from weightsync.ranks.watch import LEAST_SILENCE_S
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
 from weightsync.specs import Manifest
@@ -53,6 +55,7 @@ class RankGroup:
         self.version = 0
         self.sends_streams = False
         self.observers = Observers()
+        self._commanded_at = time.monotonic()
         rank_info = worker.rank_info()
         self.rank_infos = [rank_info] if comm.size == 1 else self._exchange_rank_infos(rank_info)
         if comm.size > 1:
@@ -82,6 +85,7 @@ class RankGroup:
         with self._observed(command) if self.observers else nullcontext():
             if self.comm.size == 1:
                 return [self.worker.do(command, check)]
+            self._commanded_at = time.monotonic()
             self.comm.broadcast(encode(command))
             answers, error = self._do(command, check)
             self._agree_on_apart(command, answers, error)
@@ -127,6 +131,14 @@ class RankGroup:
             if isinstance(command, Begin):
                 nbytes = self.manifest.nbytes
                 notify(lambda o: o.on_transfer_start(self.worker.progress(), nbytes))
+
+    def check_still_followed(self) -> None:
+        """Raise TransferError where the others have given rank 0 up, which was stopped meanwhile.
+
+        Called before receivers commit. Costs nothing shortly after a command.
+        """
+        if self.comm.size > 1 and time.monotonic() - self._commanded_at > LEAST_SILENCE_S / 2:
+            self.comm.check_given_up()
 
     def transfer_apart(self, *, check: Callable[[], None]) -> None:
         """Transfer on rank 0 after a Begin that `goes_on`, as the others do. Rank 0 only."""

@@ -25,6 +25,7 @@ _MAX_STEP_S = 1.0
 _KEYS_INTERVAL_S = 0.2
 _FORGET_S = 5.0
 """How long the thread looks for a key after it was last asked for it."""
+_LOOK_WAIT_S = 0.001
 _ASKED = "watch/asked"
 
 
@@ -107,6 +108,21 @@ class RankWatch:
     def is_losing(self) -> bool:
         """Whether a rank has noticed the loss of another one; see `is_set`."""
         return self.is_set(self._lost)
+
+    def look_for_loss(self, timeout_s: float) -> bool:
+        """Whether a rank has noticed the loss of another one by now.
+
+        Waits for a look of the thread. False after `timeout_s`, or where the thread has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        seen = self._looks
+        # The first look to end may have begun before.
+        while not self.is_losing and self._looks < seen + 2:
+            if time.monotonic() >= deadline or not self._thread.is_alive():
+                return False
+            self._wakes.set()
+            time.sleep(_LOOK_WAIT_S)
+        return self.is_losing
 
     def poll(self) -> WatchOutcome | None:
         """Return why the wait cannot end, None while it may. Called several times a second."""

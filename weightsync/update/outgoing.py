@@ -241,6 +241,7 @@ class UpdateTransaction:
             )
         self._drop_servers()
         self._describe_fleet()
+        self._group.check_still_followed()
         self.finishing = True
         if self.failed:
             self._abort([m for m in self._members if m in self.failed], "it failed here")
