@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import weightsync as ws
 from benchmarks.shapes import qwen3_8b
+from tests.crew import Crew, crew
 from tests.docs.pages import ROOT
 from weightsync.backends.ipc import sender as ipc
 from weightsync.backends.ring import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.backends.tcp import backend as tcp
+from weightsync.report import SyncReport
 from weightsync.weights.copying.layout import layer_of
 from weightsync.weights.deltas.change_log import KEPT_VERSIONS
 
@@ -108,6 +114,12 @@ def hook(pairs: Any) -> list[str]:
     return [name for name, _ in pairs]
 
 
+def slow_hook(pairs: Any) -> list[str]:
+    """Take as long as the next groups take that are assembled meanwhile."""
+    time.sleep(0.02)
+    return hook(pairs)
+
+
 RING, FAR = "ring of a CPU trainer", "ring, to other hosts"
 SUMS, CODED = "sums of lines", "copy for coded values"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]] = {
@@ -179,6 +191,65 @@ def test_a_snapshot_takes_the_model_once_more() -> None:
         before = sender.send_weights().peak_extra_nbytes
         after = sender.send_async().result(60).peak_extra_nbytes
     assert after == before + nbytes_of("trainer", "snapshot", whole=WHOLE)
+
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Crew]:
+    with crew(RANKS) as made:
+        yield made
+
+
+def updates_of_ranks(rank: int, sink: str, snapshot: bool) -> tuple[SyncReport, int, int]:
+    """Send shards twice; return the report, what this rank sends, and its bytes of the model."""
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    made: Any = {
+        "module": Layers,
+        "hook": lambda: ws.HookSink(slow_hook),
+        "clones": lambda: ws.HookSink(slow_hook, keeps_views=True),
+    }[sink]
+    apply: Any = "staged" if sink == "module" else "in_place"
+    with (
+        closing(ws.WeightReceiver(made(), apply=apply)) as at,
+        ws.connect(model, to=at.handle if rank == 0 else ()) as sender,
+    ):
+        for _ in range(2):
+            with torch.no_grad():
+                next(model.parameters()).mul_(2.0)
+            report = sender.send_async().result(60) if snapshot else sender.send_weights()
+        held = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+        extra = sender._group.worker._extra_nbytes()
+    return report, held, extra
+
+
+@pytest.mark.parametrize(
+    ("sink", "row"),
+    [
+        ("module", "second set of weights"),
+        ("hook", "hook in place, of several ranks"),
+        ("clones", "hook in place, of several ranks, that keeps its tensors"),
+    ],
+)
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.usefixtures("shm_clean")
+def test_an_update_of_several_ranks_takes_what_the_formulas_say(
+    two_ranks: Crew, sink: str, row: str, snapshot: bool
+) -> None:
+    """A ring on each rank, its own part of a snapshot, and nothing of a gathered group."""
+    for report, held, extra in two_ranks.run(updates_of_ranks, sink, snapshot):
+        assert (report.nbytes, report.gathered) == (WHOLE, {})
+        assert held == WHOLE // RANKS
+        wanted = nbytes_of("trainer", RING, whole=WHOLE, group=GROUP)
+        if snapshot:
+            wanted += nbytes_of("trainer", "snapshot", whole=held)
+        assert wanted <= extra <= wanted + CONTROL_NBYTES
+        assert wanted <= report.peak_extra_nbytes <= wanted + CONTROL_NBYTES
+        (one,) = report.receivers
+        assert one.peak_extra_nbytes == nbytes_of("receiver", row, whole=WHOLE, group=GROUP)
 
 
 def test_the_arguments_that_it_names_exist() -> None:

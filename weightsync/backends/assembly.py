@@ -152,7 +152,9 @@ class Assembly:
             while self._missing[group]:
                 self._changed.wait(_LOOK_S)
                 self._look()
-            return self._open.pop(group, torch.empty(0, dtype=torch.uint8))
+            buffer = self._open.pop(group, torch.empty(0, dtype=torch.uint8))
+            self._changed.notify_all()  # another group may be opened
+        return buffer
 
     def _pass(self, group: int, buffer: torch.Tensor) -> None:
         """Pass the tensors of a group to the hook in one call."""
@@ -217,7 +219,8 @@ class Assembly:
                 first = min((g for g, left in self._missing.items() if left), default=group)
                 # Complete groups wait for one that comes later in all streams: these have to go on.
                 stuck = first == self._awaited and not any(map(self._missing.get, self._open))
-                if not ahead or needed or group == first or stuck:
+                # Not the first that is incomplete: where the hook is slow, that comes after others.
+                if not ahead or needed or group == self._awaited or stuck:
                     self._open[group] = self._take(self._plan.nbytes[group], device)
                     break
                 self._changed.wait(_LOOK_S)

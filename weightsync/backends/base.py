@@ -189,7 +189,8 @@ class Received:
     because it holds shards, and a delta may follow; see weightsync.weights.lines.memory. Without it
     such a receiver takes no delta of these weights. `waited_s` is for how long it waited for the
     sender's bytes. `read_nbytes` are the bytes of the stream that were read for it, `sources` these
-    by rank, where several send.
+    by rank, where several send. `extra_nbytes` is memory that the transfer took beside that which
+    its load target counts.
     """
 
     manifest: Manifest
@@ -200,6 +201,7 @@ class Received:
     waited_s: float = 0.0
     read_nbytes: int = 0
     sources: Mapping[int, int] = field(default_factory=dict)
+    extra_nbytes: int = 0
 
 
 Steps = Generator[None, None, Received]

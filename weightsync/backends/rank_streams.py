@@ -136,7 +136,10 @@ class RankStreamsEngine(WeightTransferEngine):
         else:
             parts = self._parts(target, target.memory)
             received = self._in_turns(infos, parts, context)
-        return self._joined(self._layout.manifest, received, verify=update_info.verify)
+        joined = self._joined(self._layout.manifest, received, verify=update_info.verify)
+        # A hook's target counts one group, that of a ring.
+        groups = [buffer.numel() for buffer in self._spare]
+        return replace(joined, extra_nbytes=sum(groups) - max(groups, default=0))
 
     def _in_turns(
         self,

@@ -60,6 +60,7 @@ class IncomingUpdate:
     tied: dict[str, str] = field(default_factory=dict)
     lines_total: int | None = None
     sources: dict[int, int] = field(default_factory=dict)
+    extra_nbytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.time)
@@ -107,6 +108,7 @@ class IncomingUpdate:
         self.tied.update(received.tied)
         for rank, nbytes in received.sources.items():
             self.sources[rank] = self.sources.get(rank, 0) + nbytes
+        self.extra_nbytes = max(self.extra_nbytes, received.extra_nbytes)
         if received.waited_s:
             self.seconds["wait"] = self.seconds.get("wait", 0.0) + received.waited_s
         # Of one message: several are of no stream whose lines could be added up.
@@ -187,7 +189,8 @@ class IncomingUpdate:
             verified=min(self.levels, key=_STRENGTH.index, default="none"),  # the weakest
             nbytes=sum(manifest.nbytes for manifest in self.manifests),
             stall_s=stall_s,
-            peak_extra_nbytes=sum(target.peak_extra_nbytes for target in targets),
+            peak_extra_nbytes=sum(target.peak_extra_nbytes for target in targets)
+            + self.extra_nbytes,
             seconds=dict(self.seconds),
             table_digest=self.table_digest,
             delta=any(isinstance(target, DeltaTarget) for target in targets),
