@@ -82,7 +82,7 @@ def _logged(said: str) -> Iterator[None]:
         logger.warning("OpenTelemetry: %s", said, exc_info=True)
 
 
-def _figures(report: SyncReport | None) -> dict[str, int | float | str]:
+def _figures(report: SyncReport | None) -> dict[str, int | float | str | list[int]]:
     if report is None:
         return {}
     return {
@@ -92,7 +92,20 @@ def _figures(report: SyncReport | None) -> dict[str, int | float | str]:
         "weightsync.verified": report.verified,
         "weightsync.delta": report.delta is not None and report.delta.sent,
         "weightsync.update_id": report.update_id,
+        **_by_rank(report.sources),
     }
+
+
+def _by_rank(sources: Mapping[int, int]) -> dict[str, list[int]]:
+    """Return the ranks that sent, and the bytes that were copied from each; {} where they gather.
+
+    As two lists: a span has at most 128 attributes.
+    """
+    ranks = sorted(sources)
+    if not ranks:
+        return {}
+    nbytes = [sources[rank] for rank in ranks]
+    return {"weightsync.from_ranks": ranks, "weightsync.from_ranks_nbytes": nbytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +193,7 @@ class _MessageSpans(Observer):
             return
         stop = time.time_ns()
         seconds = reply.seconds if isinstance(reply, StepReply) else {}
+        sources = reply.sources if isinstance(reply, StepReply) else {}
         span = self._tracer.start_span(
             f"weightsync.{CALL_OF[type(call.request)]}",
             context=self._around,
@@ -187,6 +201,7 @@ class _MessageSpans(Observer):
             attributes={
                 "weightsync.target": call.target,
                 **{f"weightsync.{phase}_s": spent_s for phase, spent_s in seconds.items()},
+                **_by_rank(sources),
             },
         )
         if isinstance(reply, WeightSyncError):

@@ -160,12 +160,16 @@ def test_lines_of_other_metrics_are_left_alone() -> None:
         'weightsync_updates_total{result="aborted"} 2.0\n'
         'weightsync_last_update_seconds{phase="load"} 1.5e-03\n'
         "weightsync_last_update_bytes 1024.0\n"
+        'weightsync_last_update_bytes_from_rank{rank="10"} 1000.0\n'
+        'weightsync_last_update_bytes_from_rank{rank="2"} 24.0\n'
+        'weightsync_last_update_bytes_from_rank{rank="x"} 7.0\n'
         "python_info 1.0\n"
         "weightsync_version broken\n"
     )
     assert updates.ended == {"aborted": 2}
     assert updates.seconds == {"load": 0.0015}
     assert (updates.nbytes, updates.stall_s) == (1024, None)
+    assert updates.from_ranks == {10: 1000, 2: 24}
 
 
 def held(**senders: str) -> Status:

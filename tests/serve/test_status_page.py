@@ -236,12 +236,13 @@ def test_an_update_in_progress_is_told_once_for_all_its_workers() -> None:
 
 
 def test_an_update_is_one_point_however_many_workers_had_it() -> None:
-    slow = record(7, duration_s=0.5, stall_s=0.001, at=NOW)
-    fast = record(7, duration_s=0.1, stall_s=0.003, at=NOW - 1)
+    slow = record(7, duration_s=0.5, stall_s=0.001, at=NOW, sources={0: 5, 1: 2})
+    fast = record(7, duration_s=0.1, stall_s=0.003, at=NOW - 1, sources={1: 4})
     (merged, later) = merge_updates([record(8, at=NOW + 1), fast, slow])
     assert (merged.version, merged.workers, later.version) == (7, 2, 8)
     assert (merged.duration_s, merged.stall_s, merged.at) == (0.5, 0.003, NOW)
     assert merged.bytes_per_s == 1e9
+    assert (merged.sources, later.sources) == ({0: 5, 1: 6}, {})
     assert len(merge_updates(record(n) for n in range(SHOWN_UPDATES + 9))) == SHOWN_UPDATES
 
 

@@ -359,3 +359,12 @@ def test_the_slowest_worker_is_seen_among_those_that_wait_for_it() -> None:
     older = reply(load=0.25)
     assert merge_steps([older, fast]).seconds == {"load": 0.5, "wait": 0.25}
     assert merge_steps([older, older]).seconds == {"load": 0.25}
+
+
+def test_the_bytes_of_all_workers_from_each_rank() -> None:
+    def reply(**sources: int) -> StepReply:
+        read = {int(rank.removeprefix("rank_")): nbytes for rank, nbytes in sources.items()}
+        return StepReply(state="READY", version=1, apply="staged", sources=read)
+
+    merged = merge_steps([reply(rank_1=5, rank_0=2), reply(), reply(rank_1=1, rank_2=4)])
+    assert merged.sources == {0: 2, 1: 6, 2: 4}

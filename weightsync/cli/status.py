@@ -135,12 +135,16 @@ def _watch(console: Console, show: Callable[[], RenderableType], interval_s: flo
 
 
 class LastUpdates(msgspec.Struct, kw_only=True):
-    """How many updates ended how, and the last committed one; empty where unknown."""
+    """How many updates ended how, and the last committed one; empty where unknown.
+
+    `from_ranks` has the bytes from each rank of a trainer that did not gather.
+    """
 
     ended: dict[str, int] = {}
     seconds: dict[str, float] = {}
     nbytes: int | None = None
     stall_s: float | None = None
+    from_ranks: dict[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +320,8 @@ def parse_metrics(text: str) -> LastUpdates:
             updates.nbytes = int(value)
         elif found["name"] == "last_update_stall_seconds":
             updates.stall_s = value
+        elif found["name"] == "last_update_bytes_from_rank" and label.isdecimal():
+            updates.from_ranks[int(label)] = int(value)
     return updates
 
 
@@ -427,6 +433,9 @@ def _update_lines(updates: LastUpdates) -> Iterator[Text]:
         phases = ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in sorted(updates.seconds.items()))
         stall = f", stall {updates.stall_s * 1e3:.2f} ms" if updates.stall_s is not None else ""
         yield Text(f"  last      {updates.nbytes / 1e6:.1f} MB, {phases}{stall}")
+    if updates.from_ranks:
+        ranks = [f"rank {r} {n / 1e6:.1f} MB" for r, n in sorted(updates.from_ranks.items())]
+        yield Text(f"  from      {shorten(ranks)}")
 
 
 def _memory(usage: Sequence[SharedMemoryUsage]) -> str:

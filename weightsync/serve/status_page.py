@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -99,7 +99,10 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateView(UpdateRecord, frozen=True, kw_only=True):
-    """A committed update over its workers: the times of the slowest, the bytes of the largest."""
+    """A committed update over its workers: the times of the slowest, the bytes of the largest.
+
+    `sources` are the bytes of all workers together.
+    """
 
     workers: int
     bytes_per_s: float
@@ -288,10 +291,14 @@ def merge_updates(records: Iterable[UpdateRecord]) -> list[UpdateView]:
 def _update_view(group: list[UpdateRecord]) -> UpdateView:
     slowest = max(group, key=lambda record: record.duration_s)
     nbytes = max(record.nbytes for record in group)
+    sources: Counter[int] = Counter()
+    for record in group:
+        sources.update(record.sources)
     fields = asdict(slowest) | {
         "at": max(record.at for record in group),
         "nbytes": nbytes,
         "stall_s": max(record.stall_s for record in group),
+        "sources": dict(sources),
     }
     return UpdateView(
         **fields, workers=len(group), bytes_per_s=nbytes / max(slowest.duration_s, 1e-9)

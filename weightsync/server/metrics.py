@@ -118,3 +118,12 @@ def _of_reply(reply: StepReply) -> Iterator[Metric]:
         "Seconds for which the last update stopped generation.",
         value=reply.stall_s,
     )
+    if reply.sources:
+        ranks = GaugeMetricFamily(
+            "weightsync_last_update_bytes_from_rank",
+            "Bytes that the last update copied from each rank of a trainer of several.",
+            labels=["rank"],
+        )
+        for rank, nbytes in sorted(reply.sources.items()):
+            ranks.add_metric([str(rank)], nbytes)
+        yield ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -122,7 +123,16 @@ def merge_steps(replies: Sequence[StepReply]) -> StepReply:
         table_digest=_common([reply.table_digest for reply in replies]),
         delta=any(reply.delta for reply in replies),
         names_nothing=any(reply.names_nothing for reply in replies),
+        sources=_sum_sources(reply.sources for reply in replies),
     )
+
+
+def _sum_sources(each: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Return the bytes that all workers copied from each rank of the trainer."""
+    found: Counter[int] = Counter()
+    for sources in each:
+        found.update(sources)
+    return dict(sorted(found.items()))
 
 
 def _slowest(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:

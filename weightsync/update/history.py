@@ -167,6 +167,7 @@ class UpdateTable:
                     verified=reply.verified,
                     seconds=reply.seconds,
                     delta=reply.delta,
+                    sources=reply.sources,
                 )
             )
 

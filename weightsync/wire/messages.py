@@ -515,7 +515,8 @@ class UpdateRecord(ReplyMessage, frozen=True, kw_only=True):
     """Record of a committed update, for status pages and metrics.
 
     `at` is when it was committed, in seconds of Unix time; `duration_s` is from start to commit.
-    `delta`: only the lines that changed were written, and verified.
+    `delta`: only the lines that changed were written, and verified. `sources` has the bytes that
+    were copied from each rank, where several send.
     """
 
     update_id: str
@@ -529,6 +530,7 @@ class UpdateRecord(ReplyMessage, frozen=True, kw_only=True):
     label: str | None = None
     seconds: dict[str, Seconds] = {}
     delta: bool = False
+    sources: dict[int, int] = {}
 
 
 class OpenUpdate(ReplyMessage, frozen=True, kw_only=True):
