@@ -407,6 +407,30 @@ class TestOwners:
         found = plan.totals.nbytes.values()
         assert max(found) - min(found) <= 40 * 16
 
+    @pytest.mark.parametrize(
+        ("lengths", "ranks", "most"),
+        [
+            ([9, 7, 5], 2, 12),
+            ([94, 47, 47, 47, 47], 4, 94),
+            ([71, 35, 35, 35, 35], 3, 71),
+            ([29, 25, 29, 25, 29, 25, 25, 87, 29], 4, 87),
+            ([20, 55, 43, 20, 43, 43, 20], 4, 63),
+        ],
+    )
+    def test_no_replica_has_much_more_than_another(
+        self, lengths: list[int], ranks: int, most: int
+    ) -> None:
+        """Many small tensors of one shape weigh less than one large one: they have many owners."""
+        specs = [TensorSpec(f"t{i}", "uint8", (n,)) for i, n in enumerate(lengths)]
+        whole = [Slice.whole_of(spec.shape) for spec in specs]
+        held = [Holding(r, s, b) for r in range(ranks) for s, b in zip(specs, whole, strict=True)]
+        plan = made(held, [Want(0, s, b) for s, b in zip(specs, whole, strict=True)])
+        nbytes: Counter[int] = Counter()
+        for read in plan.reads(0):
+            nbytes[read.rank] += sum(region.nbytes for region in read.regions)
+        assert sum(nbytes.values()) == sum(lengths)
+        assert max(nbytes.values()) == most
+
     def test_a_rank_of_the_receivers_host_is_read(self) -> None:
         holdings = [holding(rank, (0, 8)) for rank in range(4)]
         plan = made(

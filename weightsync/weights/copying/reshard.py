@@ -845,20 +845,20 @@ def _choose_owners(tasks: Sequence[_Task], rank_hosts: Mapping[int, str]) -> Non
             if len(candidates) == 1:
                 nbytes = sum(one[group] for one in need.values())
                 planned[candidates[0][0]] += nbytes * len(task.names)
-    # Large ones first, because small ones level out what is left.
-    sizes = [
-        sum(map(sum, need.values())) * len(t.names) for t, need in zip(tasks, needs, strict=True)
-    ]
-    for at in sorted(range(len(tasks)), key=lambda at: (-sizes[at], tasks[at].names[0])):
-        task = tasks[at]
-        variants = task.variants(needs[at], rank_hosts)
+    # Large ones first, because small ones level out what is left. What counts are the tensors that
+    # get one owner: all tensors of a task may be many small ones.
+    shares: list[tuple[int, str, int, int, int]] = []
+    for at, (task, by_host) in enumerate(zip(tasks, needs, strict=True)):
+        nbytes, variants = sum(map(sum, by_host.values())), task.variants(by_host, rank_hosts)
+        task.owners += ({} for _ in range(variants))
         for variant in range(variants):
             count = len(range(variant, len(task.names), variants))
-            task.owners.append(
-                {
-                    host: _owners(task.candidates, need, count, host, rank_hosts, planned)
-                    for host, need in needs[at].items()
-                }
+            shares.append((-nbytes * count, task.names[0], at, variant, count))
+    for _, _, at, variant, count in sorted(shares):
+        task = tasks[at]
+        for host, wanted in needs[at].items():
+            task.owners[variant][host] = _owners(
+                task.candidates, wanted, count, host, rank_hosts, planned
             )
 
 
