@@ -40,7 +40,8 @@ def main(url: str | None) -> None:
             report = sender.send_weights()  # every rank calls, and every rank has the report
             if dist.get_rank() == 0:
                 print(report)
-                print("gathered", report.gathered, "read from each rank", report.sources)
+                gathered = ", ".join(report.gathered) or "nothing"
+                print(f"gathered: {gathered}; bytes read from each rank: {report.sources}")
         question = torch.full((1, 4), 0.5)
         answer = model(question)
     if dist.get_rank() == 0:
