@@ -75,6 +75,12 @@ def _equal() -> nn.Module:
     return Equal()
 
 
+def _rows() -> nn.Module:
+    from tests.e2e.stream_faults import Rows
+
+    return Rows()
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "everything": Everything,
     "plain": Plain,
@@ -82,6 +88,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tied": _tied,
     "decoder": _decoder,
     "equal": _equal,
+    "rows": _rows,
     "wide": lambda: nn.ParameterDict({f"t{i}": torch.zeros(1 << 18) for i in range(16)}),
     "pages": lambda: nn.ParameterDict({f"t{i}": torch.zeros(64, 64) for i in range(4)}),
     "decoder-bfloat16": lambda: _decoder().bfloat16(),

@@ -197,6 +197,10 @@ def step_and_send(rank: int, dtype: torch.dtype | None = None) -> tuple[Seen, Di
     return seen(kept().sender.send_weights), kept().full(dtype)
 
 
+def full_of_kept(rank: int) -> Digests:
+    return kept().full()
+
+
 def set_verify(rank: int, verify: bool) -> None:
     kept().sender.verify = verify
 
@@ -263,6 +267,10 @@ def send_with(rank: int, fault: dict[str, Any]) -> Seen:
     if fault == {"rank": rank, "kind": "dies later"}:
         threading.Timer(0.5, die).start()
     return seen(kept().sender.send_weights)
+
+
+def release(rank: int) -> None:
+    kept().sender.release()
 
 
 def release_and_send(rank: int) -> tuple[Seen, Digests]:

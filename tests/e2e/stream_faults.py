@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import weightsync as ws
 from tests.e2e import ranks_at_work as work
+from tests.e2e.models import digests
 from tests.e2e.processes import stop
 from tests.e2e.ranks_at_work import Digests, Seen, seen
 from weightsync.report import SyncReport
 from weightsync.transports.http import HttpTransport
+from weightsync.weights.copying import shards
+from weightsync.weights.sources.base import Snapshot
 from weightsync.wire.messages import FinishRequest, UpdateRequest
 
 Step = Literal["before", "begin", "between", "begun", "transfer", "transferred", "end"]
@@ -143,7 +147,122 @@ def copies_of_sums(rank: int) -> list[tuple[SyncReport, list[float]]]:
     return found
 
 
+def copy_failing(rank: int, at: int) -> tuple[Seen, list[int], SyncReport, int, int]:
+    """Make a first copy, which raises at its end on rank `at`, and then another one.
+
+    Return how the first ended, the bytes that this rank holds of its copies then, and when it had
+    them; the report of the second, and its bytes.
+    """
+    made: list[Snapshot] = []
+    nbytes: list[int] = []
+    take = Snapshot.take
+
+    def failing(self: Snapshot, *args: Any) -> None:
+        take(self, *args)
+        made.append(self)
+        nbytes.append(self.nbytes)
+        if rank == at:
+            raise ZeroDivisionError("in the copy")
+
+    sender = work.kept().sender
+    with mock.patch.object(Snapshot, "take", failing):
+        failed = seen(sender.send_async)
+    left = sum(copy.nbytes for copy in made)
+    report = sender.send_async().result(work.TIMEOUT_S)
+    copied = sender._group.worker._snapshot
+    assert copied is not None
+    return failed, nbytes, report, left, copied.nbytes
+
+
 def join_with_no_group(rank: int, kind: str) -> tuple[Digests, Digests]:
     """Join the ranks' copies while nothing may be broadcast in the trainer's own group."""
     with mock.patch.object(dist, "broadcast", side_effect=AssertionError("the trainer's group")):
         return work.join_copies(rank, kind)
+
+
+class Rows(nn.Module):
+    """A weight whose rows are sharded, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.rows = nn.Linear(6, 8, bias=False)
+        self.norm = nn.LayerNorm(6)
+
+    def shard(self) -> DeviceMesh:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weight = distribute_tensor(self.rows.weight.detach().clone(), mesh, [Shard(0)])
+        self.rows.weight = nn.Parameter(weight)
+        return mesh
+
+    def full(self) -> Digests:
+        return digests((n, shards.gather(t)) for n, t in self.state_dict().items())
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(1.0)
+
+
+Placed = Literal["replicated", "columns", "plain", "sums"]
+Outcome = tuple[Seen, Seen, tuple[Seen, Digests]]
+
+
+def send_placed_otherwise(rank: int, to: str, what: Placed, everywhere: bool) -> Outcome:
+    """Send; then with another placement of a weight on some ranks; then as it was."""
+    model = Rows()
+    mesh = model.shard()
+    own = model.rows.weight
+    with torch.no_grad():
+        full = shards.gather(own).clone()
+    placed: dict[str, Any] = {
+        "replicated": lambda: DTensor.from_local(full, mesh, [Replicate()], run_check=False),
+        "columns": lambda: distribute_tensor(full, mesh, [Shard(1)]),
+        "plain": lambda: full,
+        "sums": lambda: DTensor.from_local(full, mesh, [Partial()], run_check=False),
+    }
+    other = nn.Parameter(placed[what](), requires_grad=False)
+    with ws.connect(model, to=to, timeout_s=work.TIMEOUT_S) as sender:
+        first = seen(sender.send_weights)
+        if everywhere or rank == 1:
+            model.rows.weight = other
+        refused = seen(sender.send_weights)
+        model.rows.weight = own
+        model.change()
+        return first, refused, (seen(sender.send_weights), model.full())
+
+
+def send_with_another_plan(rank: int, to: str) -> Outcome:
+    """Connect again with a plan of rank 1 that is not that of the others; then with its own."""
+    model = Rows()
+    model.shard()
+    with ws.connect(model, to=to, timeout_s=work.TIMEOUT_S) as sender:
+        first = seen(sender.send_weights)
+        worker = sender._group.worker
+        plan = worker.plan
+        sender.release()
+        if rank == 1:
+            worker.plan = replace(plan, digest="another")
+        refused = seen(sender.send_weights)
+        worker.plan = plan
+        model.change()
+        return first, refused, (seen(sender.send_weights), model.full())
+
+
+def replace_a_rank(rank: int, to: str) -> Outcome:
+    """Rank 1 leaves and calls `connect` anew, while rank 0 sends; then all connect again."""
+    model = Rows()
+    model.shard()
+    sender = ws.connect(model, to=to, timeout_s=work.TIMEOUT_S)
+    first = seen(sender.send_weights)
+    if rank == 1:
+        sender._group.close()
+        refused = seen(lambda: ws.connect(model, to=to, timeout_s=1.0))
+    else:
+        refused = seen(sender.send_weights)
+    with suppress(ws.WeightSyncError):
+        sender.close()
+    dist.barrier()
+    with ws.connect(model, to=to, timeout_s=work.TIMEOUT_S) as sender:
+        model.change()
+        return first, refused, (seen(sender.send_weights), model.full())

@@ -27,7 +27,10 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (3, "fsdp", {"verify": False}, {"apply": "in_place"}),
     (3, "fsdp", {"packed": True, **SMALL}, {}),
     (4, "fsdp", {"dtype": torch.bfloat16, **SMALL}, {"model": "decoder-bfloat16"}),
+    (4, "fsdp", {}, {"sink": "hook", "apply": "in_place"}),
     (4, "hybrid", {}, {"apply": "in_place"}),
+    (4, "hybrid", {"packed": True, **SMALL}, {"sink": "hook"}),
+    (4, "hybrid", {}, {"sink": "hook", "apply": "in_place"}),
     (4, "tensor_parallel", {}, {}),
     (4, "tensor_parallel", {"packed": True, **SMALL}, {"apply": "in_place"}),
     (2, "offloaded", {}, {}),
@@ -66,11 +69,17 @@ def test_nothing_is_gathered(
     assert ranks.run(work.gathers_of_an_update) == [0] * len(sent)
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(4, "fsdp"), (3, "plain")], indirect=["ranks"])
-def test_each_rank_copies_what_it_sends(ranks: Crew, host: Host, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind", "released"),
+    [(4, "fsdp", False), (3, "plain", False), (2, "fsdp", True)],
+    indirect=["ranks"],
+)
+def test_each_rank_copies_what_it_sends(ranks: Crew, host: Host, kind: str, released: bool) -> None:
     """A sender that lets the trainer go on copies the boxes of each rank, not the model."""
     to = receivers(host, 1)
     start(ranks, to, kind)
+    if released:  # before its first copy
+        ranks.run(work.release)
     for version in (1, 2):
         sent = ranks.run(work.send_copy_and_step)
         check_sent([(outcome, full) for outcome, full, _ in sent], to, version)
@@ -89,7 +98,11 @@ def test_the_copies_of_all_ranks_are_the_model(ranks: Crew, kind: str) -> None:
 SHARD_CASES: list[tuple[int, str, dict[str, Any], str]] = [
     (2, "fsdp", {}, "auto"),
     (3, "fsdp", {"packed": True, **SMALL}, "in_place"),
+    (4, "fsdp", {}, "auto"),
+    (4, "hybrid", {}, "auto"),
+    (4, "hybrid", {"packed": True, **SMALL}, "in_place"),
     (4, "tensor_parallel", {}, "in_place"),
+    (4, "tensor_parallel", {"packed": True, **SMALL}, "auto"),
     (2, "wide", {}, "auto"),
     (4, "wide", {"packed": True}, "auto"),
     (3, "wide", {}, "in_place"),

@@ -18,7 +18,7 @@ from weightsync.errors import ConfigError
 from weightsync.ranks.commands import RankInfo
 from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member
-from weightsync.update.paths import Candidate, candidates
+from weightsync.update.paths import Candidate, candidates, spanning_paths
 from weightsync.update.paths import assign as assign_paths
 from weightsync.wire.messages import PROTOCOL, Status
 
@@ -157,3 +157,32 @@ class TestSettling:
         on_gpu, on_host = member("GPU-1", HERE), member(HERE)
         wishes = {m: candidates(m, GPUS, BACKENDS["ipc"]) for m in (on_gpu, on_host)}
         assert assign(wishes)[on_gpu] == (1, "cuda_ipc")
+
+
+class TestOfAllRanks:
+    """The path from each rank, where each sends what it holds."""
+
+    def reached(self, ranks: Sequence[RankInfo], *members: Member) -> dict[int, str] | str:
+        for one in members:
+            one.status.backends["ipc"] = {"streams": True}
+        found = spanning_paths(members, ranks, IPC)
+        return found if isinstance(found, str) else {r: way.path for r, way in found.items()}
+
+    def test_a_gpu_that_a_receiver_cannot_see_is_read_through_the_host(self) -> None:
+        paths = {0: "cuda_ipc", 1: "shared_memory"}
+        assert self.reached(GPUS[:2], member("GPU-0", HERE)) == paths
+
+    def test_one_path_of_a_rank_for_all_receivers(self) -> None:
+        others = member("GPU-0", HERE), member("GPU-1", HERE)
+        assert self.reached(GPUS[:2], *others) == {0: "shared_memory", 1: "shared_memory"}
+
+    def test_a_rank_that_does_not_reach_one_is_named(self) -> None:
+        why = self.reached(GPUS, member("GPU-0", HERE))
+        assert isinstance(why, str)
+        assert why.startswith("rank 2 does not reach ")
+        assert THERE in why
+
+    def test_a_receiver_that_reads_one_rank_alone_is_named(self) -> None:
+        older = member(HERE)
+        why = spanning_paths([older], CPU, IPC)
+        assert why == f"{older.target} reads from one rank by ipc"
