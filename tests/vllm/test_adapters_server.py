@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,6 +156,45 @@ def test_requests_in_flight_end_with_the_version_that_they_began_with(trained: T
         if not any(told[v][0] == found for v in range(first, min(last + 1, max(told)) + 1))
     ]
     assert wrong == []
+
+
+def test_versions_that_are_dropped_while_they_are_requested(trained: Trained) -> None:
+    """A request by number is answered by that version, or refused: never by another one."""
+    served, model = trained.served, trained.model
+    told: dict[int, Told] = {}
+    answers: list[tuple[int, int, Any]] = []
+    with trained.sender() as sender, ThreadPoolExecutor(3) as pool:
+        train(model, 200)
+        sender.send_weights()
+        told[sender.version] = expected(model)
+        newest, over = sender.version, False
+
+        def ask(behind: int) -> None:
+            while not over:
+                version = max(newest - behind, min(told))
+                answer = served.request(f"policy@{version}")
+                answers.append((version, answer.status_code, answer.json()))
+
+        asking = [pool.submit(ask, behind) for behind in (1, 2, 3)]
+        try:
+            for i in range(1, 25):
+                train(model, 200 + i)
+                told[sender.version + 1] = expected(model)
+                sender.send_weights()
+                newest = sender.version
+        finally:
+            over = True
+        for each in asking:
+            each.result()
+    statuses = Counter(status for _, status, _ in answers)
+    assert statuses[200] > 5
+    assert statuses[404] > 0
+    assert set(statuses) <= {200, 404, 500}, statuses
+    for version, status, found in answers:
+        if status == 200:
+            assert found["choices"][0]["token_ids"] == told[version][0]
+    assert_serves(served, "tiny", base_of(model))
+    assert_serves(served, "policy", told[newest])
 
 
 def test_adapters_that_do_not_fit_in_vllms_tables_are_built_again(trained: Trained) -> None:

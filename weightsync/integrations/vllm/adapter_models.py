@@ -18,6 +18,8 @@ from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of, request_of
 from weightsync.integrations.vllm.adapter_versions import SERVED
 
+_ALIVE_S = 0.5
+
 
 class SentAdapters:
     """The versions that the engine of one API server holds, by adapter, the one in use last."""
@@ -130,6 +132,22 @@ async def _pass_on(call: Callable[[], Awaitable[Any]], engine: Any, text: object
     return results
 
 
+async def _while_alive(engine: Any, call: Callable[[], Awaitable[Any]]) -> Any:
+    """Return the engine's answer to a call. Raises vLLM's error for an engine that has ended.
+
+    vLLM tells that to requests for completions alone: another call would wait for ever, and with
+    it the server, which ends when its calls have.
+    """
+    task = asyncio.ensure_future(call())
+    try:
+        while not (await asyncio.wait({task}, timeout=_ALIVE_S))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        return task.result()
+    finally:
+        task.cancel()
+
+
 def install(client: Any, models: Any) -> None:
     """Have the classes AsyncLLM and OpenAIServingModels know the adapters that are sent.
 
@@ -145,7 +163,7 @@ def install(client: Any, models: Any) -> None:
         given = args[1] if len(args) > 1 else kwargs.get("args", ())
         if method != vllm_rpc.METHOD or len(given) != 1:
             return await call()
-        return await _pass_on(call, self, given[0])
+        return await _pass_on(functools.partial(_while_alive, self, call), self, given[0])
 
     @functools.wraps(make)
     def init(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:

@@ -193,7 +193,11 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
             "OpenAIServingModels.is_base_model",
             "OpenAIServingModels.lora_requests",
         ),
-        "vllm.v1.engine.async_llm": ("AsyncLLM.collective_rpc",),
+        "vllm.v1.engine.async_llm": (
+            "AsyncLLM.collective_rpc",
+            "AsyncLLM.dead_error",
+            "AsyncLLM.errored",
+        ),
         "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.add_request"),
     },
 }
