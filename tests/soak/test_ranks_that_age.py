@@ -47,7 +47,7 @@ def send_many(rank: int, count: int) -> None:
         assert report.verified == "held"
 
 
-@sizes(quick=Size(updates=150, warm_up=50), whole=Size(updates=2_000, warm_up=200))
+@sizes(quick=Size(updates=100, warm_up=150), whole=Size(updates=2_000, warm_up=200))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_nothing_grows(ranks: Crew, host: Host, apply: str, way: str, size: Size) -> None:

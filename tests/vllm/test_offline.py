@@ -16,7 +16,7 @@ import torch
 import weightsync as ws
 from tests.vllm.offline import assert_computes, engine_of, generated, offline_llm
 from tests.vllm.test_migrating import block
-from tests.vllm.tiny import change, expected, largest_difference, make_model
+from tests.vllm.tiny import change, expected, held, largest_difference, make_model
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, WeightSyncError
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.ipc_engine import IPCWeightTransferEngine
@@ -187,24 +187,6 @@ def test_a_failure_in_the_middle_neither_kills_nor_stays(pair: Pair, apply: Any)
         change(pair.model, 13)
         sender.send_weights()
     assert_computes(pair.llm, pair.model)
-
-
-def held(model: Any) -> dict[str, torch.Tensor]:
-    """The weights by vLLM's names: it fuses q, k, v, and gate and up."""
-    state = dict(model.named_parameters())
-    fused = {name: p for name, p in state.items() if "_proj" not in name}
-    for layer in range(2):
-        path = f"model.layers.{layer}"
-        for fusion, parts in (
-            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-            ("self_attn.o_proj", ("self_attn.o_proj",)),
-            ("mlp.down_proj", ("mlp.down_proj",)),
-        ):
-            whole = torch.cat([state[f"{path}.{part}.weight"] for part in parts])
-            fused[f"{path}.{fusion}.weight"] = whole
-    fused["lm_head.weight"] = model.lm_head.weight
-    return fused
 
 
 def test_checksums_are_of_what_the_worker_computes_with(pair: Pair) -> None:

@@ -137,3 +137,21 @@ def expected(
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return how far two lists of log-probabilities are apart."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def held(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a Qwen3 by vLLM's names: it fuses q, k, v, and gate and up."""
+    state = dict(model.named_parameters())
+    fused = {name: p for name, p in state.items() if "_proj" not in name}
+    for layer in range(2):
+        path = f"model.layers.{layer}"
+        for fusion, parts in (
+            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+            ("self_attn.o_proj", ("self_attn.o_proj",)),
+            ("mlp.down_proj", ("mlp.down_proj",)),
+        ):
+            whole = torch.cat([state[f"{path}.{part}.weight"] for part in parts])
+            fused[f"{path}.{fusion}.weight"] = whole
+    fused["lm_head.weight"] = model.lm_head.weight
+    return fused
