@@ -62,8 +62,11 @@ def _die_before(fatal: str) -> None:
     cast(Any, VllmHttpControl).request = counted
 
 
-def send_adapter_until_killed(url: str, folder: str, seed: int) -> None:
-    """Send an adapter, and die when its next version is staged and not in use."""
+def send_adapter_until_killed(url: str, folder: str, seed: int, fatal: str = "") -> None:
+    """Send an adapter, and die in the update of its next version, before its call `fatal`.
+
+    By default when that version is staged and not in use.
+    """
     from tests.vllm.adapted import adapt, train  # peft is needed by this victim alone
 
     model = adapt(_load(folder))
@@ -71,5 +74,20 @@ def send_adapter_until_killed(url: str, folder: str, seed: int) -> None:
         train(model, seed)
         sender.send_weights()
         train(model, seed + 1)
-        _die_before("collective_rpc 2")
+        _die_before(fatal or "collective_rpc 2")
         sender.send_weights()
+
+
+def send_adapters_until_killed(url: str, folder: str, seed: int, pipe: Connection) -> None:
+    """Tell the version that the server holds, and send new ones until the test kills this.
+
+    The version that is `i` higher is of the seed that is `i` higher.
+    """
+    from tests.vllm.adapted import adapt, train
+
+    model = adapt(_load(folder))
+    with ws.connect(ws.AdapterSource(model, name="policy"), to=url, timeout_s=60) as sender:
+        pipe.send(sender.version)
+        for i in range(1, 1000):
+            train(model, seed + i)
+            sender.send_weights()

@@ -1,0 +1,250 @@
+"""Trainers and workers killed at each step of an adapter's update: no wrong token, ever."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import requests
+
+import weightsync as ws
+from tests.children import CONTEXT, load_beforehand
+from tests.vllm import victims
+from tests.vllm.adapted import Told, adapt, assert_serves, assert_told, base_of, train
+from tests.vllm.served import Served, vllm_server
+from tests.vllm.tiny import expected, make_model
+from weightsync.integrations.vllm.server import VllmHttpControl
+
+load_beforehand("tests.vllm.victims")
+
+KILLS = int(os.environ.get("WEIGHTSYNC_TEST_VLLM_KILLS", "8"))
+OPTIONS = {"--enable-lora": "", "--max-loras": "2", "--max-lora-rank": "8"}
+ANSWER_S = 10.0
+ENDS_S = 90.0
+CALL_S = 15.0
+
+pytestmark = pytest.mark.timeout(400 + 30 * KILLS)
+
+
+class Held:
+    """A server, and the versions of its adapter that were sent, by number."""
+
+    def __init__(self, served: Served, model: Any, folder: Path) -> None:
+        self.served = served
+        self.model = model
+        self.folder = folder
+        self.base = base_of(model)
+        self.told: dict[int, Told] = {}
+
+    def of_seed(self, seed: int) -> Told:
+        """What PEFT generates with the adapter of a seed."""
+        train(self.model, seed)
+        return expected(self.model)
+
+    def versions(self) -> list[int]:
+        """The versions that the server says it holds."""
+        names = [model["id"] for model in self.served.get("v1/models")["data"]]
+        return [int(n.partition("@")[2]) for n in names if n.startswith("policy@")]
+
+    def assert_whole(self) -> int:
+        """Assert that each version that is held is one that was sent; return the newest."""
+        started = time.monotonic()
+        held = self.versions()
+        newest = max(held)
+        assert_serves(self.served, "policy", self.told[newest])
+        assert time.monotonic() - started < ANSWER_S
+        for version in held:
+            assert_serves(self.served, f"policy@{version}", self.told[version])
+        assert_serves(self.served, "tiny", self.base)
+        assert not self.served.is_paused
+        return newest
+
+    def send(self, seed: int) -> int:
+        """Send the adapter of a seed."""
+        wanted = self.of_seed(seed)
+        with ws.connect(ws.AdapterSource(self.model, name="policy"), to=self.served.url) as sender:
+            version = sender.send_weights().version
+        self.told[version] = wanted
+        return version
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-worker", "two-workers"])
+def held(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Held]:
+    folder = tmp_path_factory.mktemp("killed")
+    base = make_model(folder, tied=False)
+    log = folder / "server.log"
+    with vllm_server(folder, log, workers=request.param, options=OPTIONS) as served:
+        yield Held(served, adapt(base), folder)
+
+
+@pytest.mark.parametrize("fatal", ["collective_rpc 1", "collective_rpc 2"])
+def test_a_trainer_that_dies_before_a_step(held: Held, fatal: str) -> None:
+    """Before an update is staged, and when it is staged and not in use."""
+    before = held.send(1)
+    victim = CONTEXT.Process(
+        target=victims.send_adapter_until_killed,
+        args=(held.served.url, str(held.folder), 10, fatal),
+        daemon=True,
+    )
+    victim.start()
+    victim.join(120)
+    assert victim.exitcode == -signal.SIGKILL
+    held.told[before + 1] = held.of_seed(10)
+    assert held.assert_whole() == before + 1
+    assert held.send(2) > before + 1
+    held.assert_whole()
+
+
+def test_trainers_that_die_at_any_time(held: Held) -> None:
+    chance, sent = random.Random(14), []
+    for number in range(KILLS):
+        held.send(20 + number)
+        seed = 1000 * (number + 1)
+        ours, theirs = CONTEXT.Pipe()
+        victim = CONTEXT.Process(
+            target=victims.send_adapters_until_killed,
+            args=(held.served.url, str(held.folder), seed, theirs),
+            daemon=True,
+        )
+        victim.start()
+        theirs.close()
+        try:
+            assert ours.poll(120), "the trainer did not connect"
+            began = ours.recv()
+            time.sleep(chance.uniform(0.02, 0.5))
+        finally:
+            victim.kill()
+            victim.join(30)
+            ours.close()
+        newest = max(held.versions())
+        sent.append(newest - began)
+        for i in range(1, newest - began + 1):
+            held.told[began + i] = held.of_seed(seed + i)
+        assert held.assert_whole() == newest
+    print(f"\n{KILLS} kills, after {sent} versions each")
+    assert sum(sent) > 0  # or nothing was tried
+
+
+def workers_of(served: Served) -> list[psutil.Process]:
+    """The processes in which the model is: of one worker it is that of the engine."""
+    below = psutil.Process(served.process.pid).children(recursive=True)
+    named = {kind: [p for p in below if kind in " ".join(p.cmdline())] for kind in KINDS}
+    return next(found for found in named.values() if found)
+
+
+KINDS = ("VLLM::Worker", "VLLM::EngineCore")
+STEPS: dict[str, tuple[int, float]] = {
+    "before the stage": (1, -1.0),
+    "in the stage": (1, 0.004),
+    "between stage and swap": (2, -1.0),
+    "in the swap": (2, 0.001),
+}
+"""The message at which a worker is killed, and how many seconds after it was sent; -1: before."""
+
+
+def kill_at(step: str, kill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a worker killed at a step of the next update."""
+    at, after = STEPS[step]
+    request, pool, count = VllmHttpControl.request, ThreadPoolExecutor(1), [0]
+
+    def later() -> None:
+        time.sleep(after)
+        kill()
+
+    def counted(control: VllmHttpControl, verb: str, *args: Any, **kwargs: Any) -> Any:
+        if verb == "collective_rpc":
+            count[0] += 1
+            if count[0] == at:
+                pool.submit(later) if after > 0 else kill()
+        return request(control, verb, *args, **kwargs)
+
+    monkeypatch.setattr(VllmHttpControl, "request", counted)
+
+
+@pytest.mark.parametrize(
+    ("step", "workers"),
+    [
+        ("between stage and swap", 1),
+        *((step, 2) for step in STEPS),
+    ],
+)
+def test_a_worker_that_is_killed(
+    step: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends when a worker does. Until then each answer is of a whole version that was sent."""
+    base = make_model(tmp_path, tied=False)
+    model = adapt(base)
+    port = None
+    source = ws.AdapterSource(model, name="policy")
+    answers: list[tuple[list[int], list[float]]] = []
+    wanted: list[Told] = []
+    with vllm_server(tmp_path, tmp_path / "one.log", workers=workers, options=OPTIONS) as served:
+        port = urlsplit(served.url).port
+        sender = ws.connect(source, to=served.url, timeout_s=CALL_S)
+        for seed in (1, 2):
+            train(model, seed)
+            sender.send_weights()
+            wanted.append(expected(model))
+        train(model, 3)
+        wanted.append(expected(model))
+        over = False
+
+        def ask() -> None:
+            while not over:
+                try:
+                    answer = served.request("policy")
+                except requests.RequestException:
+                    return
+                if answer.status_code != 200:
+                    return
+                choice = answer.json()["choices"][0]
+                answers.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
+
+        with ThreadPoolExecutor(2) as pool:
+            asking = [pool.submit(ask) for _ in range(2)]
+            try:
+                deadline = time.monotonic() + 30
+                while len(answers) < 4 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                victim = workers_of(served)[-1]
+                kill_at(step, victim.kill, monkeypatch)
+                began = time.monotonic()
+                with pytest.raises(ws.WeightSyncError) as raised:
+                    sender.send_weights()
+                said = time.monotonic() - began
+                monkeypatch.undo()
+                served.process.wait(ENDS_S)  # vLLM ends by itself, when no call waits any more
+                ended = time.monotonic() - began
+                print(f"\n{step}: {raised.value!r} after {said:.0f} s, the end after {ended:.0f} s")
+            finally:
+                over = True
+            for each in asking:
+                each.result()
+        assert not victim.is_running()
+    assert len(answers) >= 4
+    for found in answers:  # the version in use, or the one whose swap had begun
+        (told,) = [told for told in wanted[1:] if told[0] == found[0]]
+        assert_told(found, told)
+    if step != "in the swap":
+        assert all(found[0] == wanted[1][0] for found in answers)
+    with (
+        sender,
+        vllm_server(
+            tmp_path, tmp_path / "two.log", workers=workers, options=OPTIONS, port=port
+        ) as again,
+    ):
+        assert again.request("policy").status_code == 404
+        sender.send_weights()
+        assert_serves(again, "policy", wanted[2])
+        assert_serves(again, "tiny", base_of(model))
