@@ -185,12 +185,10 @@ def test_a_worker_that_is_killed(
     """vLLM ends when a worker does. Until then each answer is of a whole version that was sent."""
     base = make_model(tmp_path, tied=False)
     model = adapt(base)
-    port = None
     source = ws.AdapterSource(model, name="policy")
     answers: list[tuple[list[int], list[float]]] = []
     wanted: list[Told] = []
     with vllm_server(tmp_path, tmp_path / "one.log", workers=workers, options=OPTIONS) as served:
-        port = urlsplit(served.url).port
         sender = ws.connect(source, to=served.url, timeout_s=CALL_S)
         for seed in (1, 2):
             train(model, seed)
@@ -238,13 +236,26 @@ def test_a_worker_that_is_killed(
         assert_told(found, told)
     if step != "in the swap":
         assert all(found[0] == wanted[1][0] for found in answers)
+    sender.close()
+
+
+def test_a_server_that_is_started_again_gets_the_adapter_from_the_same_sender(
+    tmp_path: Path,
+) -> None:
+    base = make_model(tmp_path, tied=False)
+    model = adapt(base)
+    with vllm_server(tmp_path, tmp_path / "one.log", options=OPTIONS) as served:
+        port = urlsplit(served.url).port
+        sender = ws.connect(ws.AdapterSource(model, name="policy"), to=served.url, timeout_s=CALL_S)
+        sender.send_weights()
+        served.process.kill()
+        served.process.wait(30)
     with (
         sender,
-        vllm_server(
-            tmp_path, tmp_path / "two.log", workers=workers, options=OPTIONS, port=port
-        ) as again,
+        vllm_server(tmp_path, tmp_path / "two.log", options=OPTIONS, port=port) as again,
     ):
         assert again.request("policy").status_code == 404
+        train(model, 5)
         sender.send_weights()
-        assert_serves(again, "policy", wanted[2])
+        assert_serves(again, "policy", expected(model))
         assert_serves(again, "tiny", base_of(model))
