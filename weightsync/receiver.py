@@ -276,6 +276,7 @@ class WeightReceiver:
                 orphaned=orphaned,
                 paused=self.paused,
                 delta_forms=session.load_targets.delta_forms,
+                stream_deltas=session.load_targets.takes_stream_deltas,
                 detail=lifecycle.refusal,
                 device_keys=session.senders.keys,
                 shared_memory=usage,

@@ -268,7 +268,6 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             checked.backends,
             ordered=ordered,
             unusable=checked.unusable,
-            why_gathers="deltas are made of gathered tensors" if delta == "always" else "",
         )
         if checked.on_progress is not None:
             group.observers.append(ProgressObserver(checked.on_progress))

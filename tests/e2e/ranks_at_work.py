@@ -82,7 +82,7 @@ def sharded(module: nn.Module) -> nn.Module:
 class Trainer:
     """One rank: its model and its sender. `ends` are faults of its source."""
 
-    def __init__(self, rank: int, kind: str, to: list[str], **options: Any) -> None:
+    def __init__(self, rank: int, kind: str, to: list[Any], **options: Any) -> None:
         self.rank = rank
         self.kind = kind
         self.model = MODELS[kind]()

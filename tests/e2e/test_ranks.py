@@ -274,21 +274,26 @@ def test_a_steady_gathered_update_is_three_commands(
 
     Only where the ranks gather what they send do they compare what they know of its changes.
     """
-    start(ranks, receivers(host, 1), kind, delta="always")
+    start(ranks, receivers(host, 1), kind, delta="always", backend="tcp")
     for version in (1, 2):
         assert ranks.run(work.step_and_send)[0][0].result.version == version
     for counts in ranks.run(work.count_steady_calls):
         collectives = counts.pop("run")
         assert counts == {"exchange": 4 + questions, "broadcast": 4, "agree": words}
-        # A call takes one, if its payloads are short; the results of Begin are longer.
-        assert collectives == 8 + questions + words + 1
+        # A call takes one, if its payloads are short; two of them are longer.
+        assert collectives == 8 + questions + words + 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
-@pytest.mark.parametrize("kind", ["plain", "fsdp"])
-def test_a_steady_update_is_two_commands(ranks: Crew, host: Host, kind: str) -> None:
-    """Begin and End, in both of which the ranks reply, the call's own comparison, and its end."""
-    start(ranks, receivers(host, 1), kind)
+@pytest.mark.parametrize(
+    ("kind", "delta"), [("plain", "auto"), ("fsdp", "off"), ("fsdp", "always")]
+)
+def test_a_steady_update_is_two_commands(ranks: Crew, host: Host, kind: str, delta: str) -> None:
+    """Begin and End, in both of which the ranks reply, the call's own comparison, and its end.
+
+    A delta takes no collective more.
+    """
+    start(ranks, receivers(host, 1), kind, delta=delta)
     for version in (1, 2):
         assert ranks.run(work.step_and_send)[0][0].result.version == version
     for counts in ranks.run(work.count_steady_calls):

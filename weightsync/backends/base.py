@@ -30,6 +30,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import from_bytes
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit, HostCopyUnit, Memory, UnitCompiler
 from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.lines.stream_lines import PlacedStreams
 from weightsync.weights.sinks.base import HOOK_ADVICE, LoadTarget, Verification, users_code
 from weightsync.weights.sources.base import WeightSource
 from weightsync.wire.codec import decode_payload
@@ -187,7 +188,8 @@ class Received:
     `tied` maps the names of tensors that the sink ties to another one to their fingerprints.
     `lines_total` is the sum of all lines of what arrived, where the memory cannot be added up later
     because it holds shards, and a delta may follow; see weightsync.weights.lines.memory. Without it
-    such a receiver takes no delta of these weights. `waited_s` is for how long it waited for the
+    such a receiver takes no delta of these weights. `stream_totals` has one for each stream of
+    several ranks, with the digest of the streams. `waited_s` is for how long it waited for the
     sender's bytes. `read_nbytes` are the bytes of the stream that were read for it, `sources` these
     by rank, where several send. `extra_nbytes` is memory that the transfer took beside that which
     its load target counts.
@@ -198,6 +200,7 @@ class Received:
     verified: Verification = "none"
     tied: Mapping[str, str] = field(default_factory=dict)
     lines_total: int | None = None
+    stream_totals: tuple[str, Sequence[int | None]] | None = None
     waited_s: float = 0.0
     read_nbytes: int = 0
     sources: Mapping[int, int] = field(default_factory=dict)
@@ -321,6 +324,13 @@ class WeightTransferEngine(ABC):
         Returns when the last byte is in place and verified. The sender may overwrite its buffers
         afterwards. Raises VerificationError naming tensors, TransferError, TransferTimeout.
         """
+
+    def streams_in(self, memory: Memory) -> PlacedStreams | None:
+        """Return where the streams of several ranks belong in a memory of the model, for deltas.
+
+        None where one rank sends. Kept while the memory exists.
+        """
+        return None
 
     def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
         """Do what `receive_weights` does, and yield after every few bytes.

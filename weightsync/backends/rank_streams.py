@@ -6,6 +6,7 @@ receiver has an engine for each stream, and writes all of them to one load targe
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from msgspec import structs
 
@@ -29,13 +31,15 @@ from weightsync.weights.copying.rank_streams import (
     check_coverage,
     stream_of,
 )
+from weightsync.weights.deltas.change_log import StreamDeltas
+from weightsync.weights.lines.stream_lines import PlacedStreams
 from weightsync.weights.sinks.base import LoadTarget, Together, Verification
 from weightsync.wire.codec import decode_payload, manifest_from_wire, manifest_to_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
-from weightsync.wire.offers import InitInfo, StreamsInfo
+from weightsync.wire.offers import InitInfo, StreamPackets, StreamsInfo
 from weightsync.wire.struct_types import prepare
 
-prepare(StreamsInfo)
+prepare(StreamsInfo, StreamPackets)
 
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
@@ -43,9 +47,12 @@ _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 class _StreamTarget(LoadTarget):
     """The part of a load target that one stream writes to; the whole one is committed."""
 
-    def __init__(self, places: StreamPlaces, *, in_place: bool) -> None:
+    def __init__(self, places: StreamPlaces, target: LoadTarget) -> None:
         self.memory = places.memory
-        self.in_place = in_place
+        self.in_place = target.in_place
+        # Lines of shards are added up as they arrive, if a delta may follow.
+        is_sharded = target.memory is not None and target.memory.shares is not None
+        self.takes_deltas = target.takes_deltas and is_sharded
 
     def commit(self) -> None:
         raise NotImplementedError("the load target of the model is committed")
@@ -61,7 +68,8 @@ class RankStreamsEngine(WeightTransferEngine):
 
     An init without streams is that of one rank: its engine is used as it is. Raises
     ManifestMismatchError or ConfigError at init unless the streams have each element of the model
-    exactly once. An update of other tensors than the model's comes from the first rank alone.
+    exactly once. An update of other tensors than the model's comes from the first rank alone; the
+    packets of a delta come from each.
     """
 
     def __init__(self, make: Callable[[], WeightTransferEngine]) -> None:
@@ -71,9 +79,11 @@ class RankStreamsEngine(WeightTransferEngine):
         self._layout: StreamLayout | None = None
         self._groups: tuple[Together | None, GroupPlan] | None = None
         self._spare: list[torch.Tensor] = []
+        self._digest = ""
         self._targets: weakref.WeakKeyDictionary[Memory, list[_StreamTarget]] = (
             weakref.WeakKeyDictionary()
         )
+        self._placed: weakref.WeakKeyDictionary[Memory, PlacedStreams] = weakref.WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open what each rank offers. Raises ProtocolError for streams that are no model."""
@@ -100,6 +110,9 @@ class RankStreamsEngine(WeightTransferEngine):
                 )
             )
         self._streams, self._layout = streams, StreamLayout(model)
+        boxes = [(info.rank, info.tensors, info.boxes, info.box) for info in offer.streams]
+        described = msgspec.msgpack.encode((model.digest, boxes))
+        self._digest = hashlib.blake2b(described, digest_size=16).hexdigest()
 
     def init_reply(self) -> Any:
         """Return the reply of the one engine, or those of all."""
@@ -118,6 +131,8 @@ class RankStreamsEngine(WeightTransferEngine):
         payloads, wanted = update_info.payload, len(self._engines)
         if update_info.manifest is not None:
             wanted = 1
+        if update_info.delta is not None:
+            return self._receive_deltas(update_info, context)
         if not isinstance(payloads, list) or len(payloads) != wanted:
             raise ProtocolError(f"an update of {wanted} ranks needs a payload of each")
         if update_info.manifest is not None:
@@ -139,7 +154,48 @@ class RankStreamsEngine(WeightTransferEngine):
         joined = self._joined(self._layout.manifest, received, verify=update_info.verify)
         # A hook's target counts one group, that of a ring.
         groups = [buffer.numel() for buffer in self._spare]
-        return replace(joined, extra_nbytes=sum(groups) - max(groups, default=0))
+        totals = self._digest, [one.lines_total for one in received]
+        return replace(
+            joined,
+            extra_nbytes=sum(groups) - max(groups, default=0),
+            stream_totals=totals if update_info.delta_follows else None,
+        )
+
+    def _receive_deltas(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
+        """Load the packets of each rank into its part of a StreamDeltas."""
+        payloads = update_info.payload
+        if not isinstance(payloads, list) or len(payloads) != len(self._engines):
+            raise ProtocolError(f"a delta of {len(self._engines)} ranks needs packets of each")
+        assert self._layout is not None
+        target = context.open_target(self._layout)
+        if not isinstance(target, StreamDeltas):
+            raise ProtocolError("this receiver takes no deltas of several ranks")
+        packets = [decode_payload(payload, StreamPackets) for payload in payloads]
+        infos = [
+            structs.replace(update_info, manifest=each.manifest, payload=each.payload)
+            for each in packets
+        ]
+        received = self._in_turns(infos, target.parts, context)
+        return Received(
+            self._layout.manifest,
+            target.totals(),
+            waited_s=max(one.waited_s for one in received),
+            sources={
+                stream.rank: part.nbytes
+                for stream, part in zip(self._streams, target.parts, strict=True)
+            },
+        )
+
+    def streams_in(self, memory: Memory) -> PlacedStreams | None:
+        """Return where the boxes of each rank belong in a memory of the model."""
+        if self._layout is None:
+            return None
+        if memory not in self._placed:
+            known = [part.memory for part in self._targets.get(memory, ())]
+            places = [each for each in known if each is not None]
+            places = places or [StreamPlaces(stream, memory).memory for stream in self._streams]
+            self._placed[memory] = PlacedStreams(self._digest, self._streams, places)
+        return self._placed[memory]
 
     def _in_turns(
         self,
@@ -249,8 +305,7 @@ class RankStreamsEngine(WeightTransferEngine):
         """Return the load target of each stream; kept while the memory of `target` exists."""
         if memory not in self._targets:
             self._targets[memory] = [
-                _StreamTarget(StreamPlaces(stream, memory), in_place=target.in_place)
-                for stream in self._streams
+                _StreamTarget(StreamPlaces(stream, memory), target) for stream in self._streams
             ]
         return self._targets[memory]
 
@@ -260,6 +315,8 @@ class RankStreamsEngine(WeightTransferEngine):
         try:
             yield
         except VerificationError as exc:
+            if not exc.names:  # of a delta
+                raise VerificationError(f"rank {stream.rank}: {exc}") from exc
             names = list(dict.fromkeys(stream.names(exc.names)))
             raise VerificationError(
                 f"{len(names)} tensors differ from what rank {stream.rank} sent: {shorten(names)}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -137,13 +137,34 @@ class DeltaOffer(msgspec.Struct, frozen=True, kw_only=True):
         by_value = task.by_value and estimate.are_newest
         return structs.replace(task, expected=expected, by_value=by_value), ""
 
+    def deciding(self, found: Sequence[BeforeBegin | CommandResult]) -> ChangeEstimate | None:
+        """Return the estimate by which all ranks decide: of one that sends no delta, if there is.
+
+        None where no rank has one.
+        """
+        known = [one.estimate for one in found if one.estimate is not None]
+        decided = [(self.decide(estimate)[0], estimate) for estimate in known]
+        whole = [estimate for task, estimate in decided if task is None]
+        whole += [estimate for task, estimate in decided if task is not None and not task.bases]
+        if whole:
+            return whole[0]
+        return BeforeBegin.of_all(found).estimate if known else None
+
+    def of_lines(self, lines: int) -> DeltaOffer:
+        """Return this offer for the stream of one rank, of that many lines."""
+        first, count = self.task.scrub
+        begin, end = (at * lines // max(self.lines, 1) for at in (first, first + count))
+        task = structs.replace(self.task, scrub=(begin, end - begin))
+        return structs.replace(self, task=task, lines=lines)
+
 
 class Begin(Command, frozen=True, kw_only=True):
     """Start an update of these readers. With `pairs`, of other tensors than the model's.
 
     `checks_memory`: where registered memory has moved on any rank, nothing begins on any, and the
     results say so. `offer` stands for a `delta` that the ranks decide about. `goes_on`: where all
-    ranks have begun, each transfers without a further command, and replies at the End.
+    ranks have begun, each transfers without a further command, and replies at the End. Each decides
+    about an offer by itself then, and no rank transfers where some send a delta and others do not.
     """
 
     readers: ReadersByRank

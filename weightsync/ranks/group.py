@@ -217,8 +217,15 @@ class RankGroup:
 
 
 def all_began(answers: Iterable[CommandResult]) -> bool:
-    """Whether every rank has begun an update."""
-    return all(answer.problem is None and not answer.moved for answer in answers)
+    """Whether every rank has begun an update, and all of the same kind."""
+    listed = list(answers)
+    begun = all(answer.problem is None and not answer.moved for answer in listed)
+    return begun and are_alike(listed)
+
+
+def are_alike(answers: Iterable[CommandResult]) -> bool:
+    """Whether all ranks have begun to send a delta, or none has."""
+    return len({answer.delta is None for answer in answers}) == 1
 
 
 class FollowerUpdate:

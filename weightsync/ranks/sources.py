@@ -495,8 +495,10 @@ class SourceOfUpdate:
         """Return the tensors before a cast; None where they are made in any other way."""
         if not self.is_made:
             return self.whole_tensors()
-        # A subclass may make others.
-        return self._given.cast_tensors() if type(self._given) is ModuleSource else None
+        given = self._given  # a subclass of a ModuleSource may make others
+        if type(given) is ModuleSource:
+            return given.cast_tensors()
+        return given.cast_tensors() if isinstance(given, StreamSource) else None
 
     def tensors(self) -> Iterator[Pair]:
         """Yield the tensors of the source.

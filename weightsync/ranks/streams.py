@@ -246,6 +246,10 @@ class StreamSource:
         same = all(t.dtype is dtype for t, dtype in zip(held, self._dtypes, strict=True))
         return held if same else None
 
+    def cast_tensors(self) -> list[torch.Tensor] | None:
+        """Return the boxes of which those that are sent are casts; None if they are made."""
+        return self._read() if self._holdings.stays else None
+
     def made_of(self) -> tuple[Sequence[str], Sequence[torch.Tensor]] | None:
         """Return the names of the tensors, and this rank's boxes of them; None if they are made."""
         return (self._names, self._read()) if self._holdings.stays else None

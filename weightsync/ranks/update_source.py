@@ -142,7 +142,10 @@ class UpdateSource:
 
 
 class RecordedUpdate(UpdateSource):
-    """The model, whose lines are recorded: later deltas can build on it."""
+    """The model, whose lines are recorded: later deltas can build on it.
+
+    `lines` is the key of their fingerprint: that of one stream says nothing of another.
+    """
 
     def __init__(
         self,
@@ -152,8 +155,10 @@ class RecordedUpdate(UpdateSource):
         is_read: bool,
         task: DeltaTask,
         log: Callable[[], ChangeLog],
+        lines: str = LINES_DIGEST,
     ) -> None:
         super().__init__(model, comparison, is_read=is_read)
+        self._lines = lines
         self._task = task
         self._log = log
         self._changes: ChangeLog | None = None
@@ -161,7 +166,7 @@ class RecordedUpdate(UpdateSource):
     @property
     def digests(self) -> dict[str, str | None]:
         """The fingerprint of the lines; nothing on a rank that no receiver reads."""
-        return {} if self._changes is None else {LINES_DIGEST: self._changes.fingerprint}
+        return {} if self._changes is None else {self._lines: self._changes.fingerprint}
 
     def open(self) -> WeightSource:
         """Have the lines of tensors that are made recorded as an engine reads them."""
@@ -197,9 +202,10 @@ class DeltaUpdate(RecordedUpdate):
         is_read: bool,
         task: DeltaTask,
         log: Callable[[], ChangeLog],
+        lines: str = LINES_DIGEST,
         one_pass: bool,
     ) -> None:
-        super().__init__(model, comparison, is_read=is_read, task=task, log=log)
+        super().__init__(model, comparison, is_read=is_read, task=task, log=log, lines=lines)
         self._one_pass = one_pass
         self._delta: DeltaSource | None = None
 

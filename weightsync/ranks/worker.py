@@ -40,6 +40,7 @@ from weightsync.errors import (
 from weightsync.profiling import scope
 from weightsync.ranks.comm import Cancellation, CancelledError, RankComm
 from weightsync.ranks.commands import (
+    LINES_DIGEST,
     AnyCommand,
     BeforeBegin,
     Begin,
@@ -47,6 +48,7 @@ from weightsync.ranks.commands import (
     CheckMoved,
     CommandResult,
     Connect,
+    DeltaOffer,
     DeltaTask,
     End,
     KeepAlive,
@@ -80,7 +82,7 @@ from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.shm.wait import Heartbeat
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.deltas.change_log import ChangeLog
-from weightsync.weights.lines.memory import why_no_kernels
+from weightsync.weights.lines.memory import count_lines_of, why_no_kernels
 from weightsync.weights.sources.base import (
     NamedTensors,
     Snapshot,
@@ -105,6 +107,7 @@ class RankWorker:
     that sends other tensors than the model's. `fault`, when set, makes every further step fail,
     because this rank's caller left the update. `reading` has the readers of the last update, by
     backend; their signs of life are reported until it is finished. `calls` are its commands.
+    `stream_lines` are the lines of the streams of all ranks, of the last plan that was opened.
     """
 
     def __init__(
@@ -155,6 +158,8 @@ class RankWorker:
         self._packed: bool | None = None
         self._passes: list[str] = []
         self._changes: ChangeLog | None = None
+        self._logged_stream = self._stream_digest = ""
+        self.stream_lines: list[int] = []
         self._update: UpdateSource | None = None
         self._goes_on = self._transfers = self._has_failed = False
         self.late: BaseException | None = None
@@ -305,6 +310,7 @@ class RankWorker:
         self.close()
         self._packed = command.packed
         self._comparison.sends_streams = bool(command.streams)
+        self._stream_digest = command.streams
         if command.streams:
             self._stream = self._open_stream(command)
         elif self._copied not in (None, self._original) and self._snapshot is not None:
@@ -356,6 +362,7 @@ class RankWorker:
                 f"this rank planned which rank sends what as {digest or 'nothing'}, and rank 0 as "
                 f"{command.streams}; connect again"
             )
+        self.stream_lines = [count_lines_of(stream.manifest) for stream in plan.streams]
         if self._snapshot is not None:
             return SourceOfUpdate(self._snapshot, None, self._check_finite)
         source = self._streamed = self._stream_source(plan)
@@ -496,13 +503,13 @@ class RankWorker:
             self._snapshot.drop()
             self.source.refresh()
 
-    def _before_begin(self, command: Begin) -> BeforeBegin:
+    def _before_begin(self, command: Begin, offer: DeltaOffer | None) -> BeforeBegin:
         """Return what an update has to know before it begins; of all ranks where they need it."""
         found = BeforeBegin(
             moved=command.checks_memory and self._has_moved,
-            estimate=None if command.offer is None else self._estimate(command.offer.task),
+            estimate=None if offer is None else self._estimate(offer.task),
         )
-        if command.goes_on:  # what has moved is in the reply, and no rank transfers then
+        if command.goes_on:  # it is in the reply, and no rank transfers where they differ
             return found
         # Where one rank sends, and the others gather nothing for it, it decides by itself.
         if self._collective is None or (len(self._senders) <= 1 and not self.sent.is_made):
@@ -510,6 +517,12 @@ class RankWorker:
         return BeforeBegin.of_all(
             map(decode_before_begin, self._collective.exchange(encode(found)))
         )
+
+    def _own_offer(self, offer: DeltaOffer | None) -> DeltaOffer | None:
+        """Return the offer of a delta for what this rank sends: the model, or its own stream."""
+        if offer is None or self._stream is None:
+            return offer
+        return offer.of_lines(self.stream_lines[self._ranks.rank])
 
     def _estimate(self, task: DeltaTask) -> ChangeEstimate | None:
         """Return about how much has changed; None on a rank that no receiver reads."""
@@ -519,16 +532,26 @@ class RankWorker:
             return ChangeEstimate(cannot=cannot)
         changes = self._log_of_changes(keeps=task.keeps)
         return ChangeEstimate(
-            share=changes.changed_share(self.source.tensors_to_sample()),
+            share=changes.changed_share(self.sent.tensors_to_sample()),
             marked=changes.lines_since(task.bases),
             are_newest=changes.marks_since(task.bases) is None,
         )
 
     def _log_of_changes(self, *, keeps: bool = False) -> ChangeLog:
-        """Return the log of the source's changes, with a copy of the stream if it `keeps` one."""
-        if self._changes is None or self._changes.keeps < keeps:
-            self._changes = ChangeLog(StreamLayout(self.source.manifest), keeps=keeps)
-        return self._changes
+        """Return the log of what this rank sends, with a copy of the stream if it `keeps` one.
+
+        A new one where the rank sends other boxes than before.
+        """
+        known, same = self._changes, self._logged_stream == self._stream_digest
+        if known is None or known.keeps < keeps or not same:
+            known = self._changes = ChangeLog(StreamLayout(self.sent.manifest), keeps=keeps)
+            self._logged_stream = self._stream_digest
+        return known
+
+    @property
+    def lines_digest(self) -> str:
+        """The key of the fingerprint of the lines that this rank sends, among the digests."""
+        return f"{LINES_DIGEST} {self._stream_digest}" if self._stream_digest else LINES_DIGEST
 
     def _pairs_update(self) -> PairsUpdate:
         given, self.pairs = self.pairs, None
@@ -544,10 +567,17 @@ class RankWorker:
             return UpdateSource(self.sent, comparison, is_read=reads)
         log = partial(self._log_of_changes, keeps=task.keeps)
         if not task.bases:
-            return RecordedUpdate(self.source, comparison, is_read=reads, task=task, log=log)
-        one_pass = len(self._passes) == 1
+            return RecordedUpdate(
+                self.sent, comparison, is_read=reads, task=task, log=log, lines=self.lines_digest
+            )
         return DeltaUpdate(
-            self.source, comparison, is_read=reads, task=task, log=log, one_pass=one_pass
+            self.sent,
+            comparison,
+            is_read=reads,
+            task=task,
+            log=log,
+            lines=self.lines_digest,
+            one_pass=len(self._passes) == 1,
         )
 
     @property
@@ -596,13 +626,14 @@ class RankWorker:
         updates: dict[str, Any] = {}
         with self._step(apart=command.goes_on):
             if update is None:
-                found = self._before_begin(command)
+                offer = self._own_offer(command.offer)
+                found = self._before_begin(command, offer)
                 if found.moved:
                     self.reading = {}
                     return CommandResult(moved=True)
                 task = command.delta
-                if command.offer is not None and found.estimate is not None:
-                    task, _ = command.offer.decide(found.estimate)
+                if offer is not None and found.estimate is not None:
+                    task, _ = offer.decide(found.estimate)
                 update = self._update = self._model_update(task)
                 if self._streamed is not None and self._collective is not None:
                     self._streamed.gather(self._collective.meet)

@@ -184,8 +184,8 @@ class Coordinator:
             return report
         if not self.fleet.version or self._sent.version != self.fleet.version:
             return None
-        has_lines = self.deltas.repeat() is not None
-        if self.verify and not self._sent.is_comparable(self.paths.layout, has_lines=has_lines):
+        lines = self._group.worker.lines_digest if self.deltas.repeat() is not None else ""
+        if self.verify and not self._sent.is_comparable(self.paths.layout, lines=lines):
             # No error: another add() would change the paths again, and fail as well.
             logger.warning(
                 "%s gets its first weights with the next update: %s",

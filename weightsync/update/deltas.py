@@ -11,9 +11,14 @@ from weightsync.ranks.group import RankGroup
 from weightsync.report import DeltaReport
 from weightsync.specs import Manifest
 from weightsync.update.fleet import Member
-from weightsync.weights.copying.layout import aligned
 from weightsync.weights.deltas.coding import zstd
-from weightsync.weights.lines.memory import LINE, MAX_LINES, may_have_kernels, why_no_kernels
+from weightsync.weights.lines.memory import (
+    LINE,
+    MAX_LINES,
+    count_lines_of,
+    may_have_kernels,
+    why_no_kernels,
+)
 from weightsync.wire.messages import StartTerms
 
 DeltaChoice = Literal["auto", "off", "always"]
@@ -23,6 +28,8 @@ _MAX_SHARES = (0.1, 0.25)
 _MAX_SHARE = 0.4
 """With more changed lines than this share a full update is faster: on one host, with one receiver
 and with two; else (measured, docs/deltas.md)."""
+_MAX_SHARE_OF_STREAMS = 0.1
+"""The same where each rank sends what it holds: all of them share the copies of a full update."""
 _MEMORY_COST = 2.0
 """Paths that cost more copies than this are slow: deltas are coded, which takes time, for them."""
 _DEVICE_COST = 0.5
@@ -42,8 +49,7 @@ class DeltaPlanner:
     def __init__(self, group: RankGroup, choice: DeltaChoice, scrub: float) -> None:
         self.choice = choice
         self._group = group
-        specs = group.manifest.specs
-        self.lines = sum(aligned(spec.nbytes) for spec in specs) // LINE
+        self.lines = count_lines_of(group.manifest)
         self._scrub_lines = min(self.lines, int(scrub * self.lines) + (scrub > 0))
         self._scrubbed, self._scrubbed_once = 0, False
         self._never = why_never(choice, group.manifest)
@@ -55,14 +61,7 @@ class DeltaPlanner:
     @property
     def may_send(self) -> bool:
         """Whether any update may be a delta."""
-        return not self._why_never
-
-    @property
-    def _why_never(self) -> str:
-        """Why no update is a delta, as the fleet is connected now."""
-        if self._group.sends_streams:
-            return "each rank sends the boxes that it holds, whole"
-        return self._never
+        return not self._never
 
     def offer(self, terms: StartTerms, members: Sequence[Member]) -> DeltaOffer | None:
         """Return the delta that the update of these members may send; None for none."""
@@ -71,6 +70,7 @@ class DeltaPlanner:
             return None
         forms = [member.status.delta_forms for member in members]
         by_value = any(member.cost > _MEMORY_COST for member in members) and zstd() is not None
+        by_value = by_value and not self._group.sends_streams
         by_value = by_value and all("values" in taken for taken in forms)
         self._offer = DeltaOffer(
             task=DeltaTask(
@@ -81,7 +81,7 @@ class DeltaPlanner:
                 keeps=by_value,
                 to_shards=any("shards" in taken for taken in forms),
             ),
-            most=_max_share(members) if self.choice == "auto" else 1.0,
+            most=self._max_share(members) if self.choice == "auto" else 1.0,
             lines=self.lines,
             refusals=self._refusals,
             pause=self._pause,
@@ -105,13 +105,25 @@ class DeltaPlanner:
 
     def _why_not(self, members: Sequence[Member]) -> str:
         """Return why these members are sent no delta, whatever has changed."""
-        if self._why_never:
-            return self._why_never
+        if self._never:
+            return self._never
         fastest = {member.path for member in members if member.cost < _DEVICE_COST}
         if self.choice == "auto" and fastest == {member.path for member in members}:
             return f"a whole model takes less time over {', '.join(sorted(fastest))}"
         cannot = [member.target for member in members if not member.status.delta_forms]
-        return f"{cannot[0]} takes no deltas" if cannot else ""
+        if cannot:
+            return f"{cannot[0]} takes no deltas"
+        if self._group.sends_streams:
+            cannot = [member.target for member in members if not member.status.stream_deltas]
+        return f"{cannot[0]} takes no deltas of several ranks" if cannot else ""
+
+    def _max_share(self, members: Sequence[Member]) -> float:
+        """Return the share of changed lines up to which a delta to these members pays."""
+        if self._group.sends_streams:
+            return _MAX_SHARE_OF_STREAMS
+        on_host = all(member.cost <= _MEMORY_COST for member in members)
+        few = on_host and len(members) <= len(_MAX_SHARES)
+        return _MAX_SHARES[len(members) - 1] if few else _MAX_SHARE
 
     def _next_scrub(self) -> tuple[int, int]:
         """Return the first line and the number of lines that receivers read back with a delta."""
@@ -140,7 +152,7 @@ class DeltaPlanner:
 
     def retry(self, terms: StartTerms) -> DeltaTask | None:
         """Return the task of an update that sends the whole model after a failure in this call."""
-        return None if self._why_never else DeltaTask(weights_id=terms.weights_id or "")
+        return None if self._never else DeltaTask(weights_id=terms.weights_id or "")
 
     def repeat(self) -> DeltaTask | None:
         """Return the task of an update that sends weights which receivers hold already.
@@ -148,7 +160,7 @@ class DeltaPlanner:
         The source may have changed since, which is found at the end of the update only. So what is
         recorded of it has no id: receivers hold other weights under theirs.
         """
-        return None if self._why_never else DeltaTask(weights_id="")
+        return None if self._never else DeltaTask(weights_id="")
 
     def report(
         self, results: Sequence[CommandResult], *, again: bool = False
@@ -159,8 +171,11 @@ class DeltaPlanner:
         """
         if self.choice == "off":
             return None
-        lines = max((result.delta_lines for result in results), default=0)
-        nbytes = max((result.delta_nbytes for result in results), default=0)
+        # Each rank has sent its own lines, or some have sent the same ones.
+        streams = self._group.sends_streams
+        lines = (sum if streams else max)([0, *(result.delta_lines for result in results)])
+        nbytes = (sum if streams else max)([0, *(result.delta_nbytes for result in results)])
+        of_lines = sum(self._group.worker.stream_lines) if streams else self.lines
         if not nbytes:
             return DeltaReport(reason="the version was sent again" if again else self._reason)
         self._refusals = 0
@@ -169,25 +184,18 @@ class DeltaPlanner:
         return DeltaReport(
             sent=True,
             lines=lines,
-            share=lines / max(self.lines, 1),
+            share=lines / max(of_lines, 1),
             sampled=min(self._sampled / max(self.lines, 1), 1.0),
             nbytes=nbytes,
             saved_nbytes=max(whole - nbytes, 0),
         )
 
 
-def _max_share(members: Sequence[Member]) -> float:
-    """Return the share of changed lines up to which a delta to these members pays."""
-    on_host = all(member.cost <= _MEMORY_COST for member in members)
-    few = on_host and len(members) <= len(_MAX_SHARES)
-    return _MAX_SHARES[len(members) - 1] if few else _MAX_SHARE
-
-
 def why_never(choice: DeltaChoice, manifest: Manifest) -> str:
     """Return why no delta of this model is ever sent; an empty string where they may be."""
     if choice == "off":
         return "deltas are off"
-    if sum(aligned(spec.nbytes) for spec in manifest.specs) > MAX_LINES * LINE:
+    if count_lines_of(manifest) > MAX_LINES:
         return f"the model has more than {(MAX_LINES * LINE) >> 30} GiB"
     if choice == "auto" and manifest.nbytes < MIN_NBYTES:
         return f"a model of less than {MIN_NBYTES >> 20} MiB is sent whole"

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weightsync.backends.base import Received, expect
+from weightsync.backends.base import Received, WeightTransferEngine, expect
 from weightsync.errors import (
     ConfigError,
     DeltaError,
@@ -27,13 +27,15 @@ from weightsync.specs import Manifest, union
 from weightsync.tensors import from_bytes
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.weights.copying import arena
+from weightsync.weights.copying.checksums import to_hex
 from weightsync.weights.copying.copy_plan import Memory
-from weightsync.weights.copying.fingerprint import table_digest
+from weightsync.weights.copying.fingerprint import joined_totals, table_digest
 from weightsync.weights.copying.layout import StreamLayout
-from weightsync.weights.deltas.change_log import DeltaTarget
+from weightsync.weights.deltas.change_log import DeltaTarget, StreamDeltas
 from weightsync.weights.deltas.coding import zstd
 from weightsync.weights.lines.memory import LineMemory, may_have_kernels
 from weightsync.weights.lines.spot_check import Look, SpotCheck, TensorPlaces
+from weightsync.weights.lines.stream_lines import PlacedStreams, StreamLines
 from weightsync.weights.sinks.base import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.tensor_kinds import check_agreement
 from weightsync.wire.messages import DeltaForm, StepReply
@@ -59,6 +61,7 @@ class IncomingUpdate:
     levels: set[Verification] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
     lines_total: int | None = None
+    stream_totals: tuple[str, Sequence[int | None]] | None = None
     sources: dict[int, int] = field(default_factory=dict)
     extra_nbytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -112,7 +115,9 @@ class IncomingUpdate:
         if received.waited_s:
             self.seconds["wait"] = self.seconds.get("wait", 0.0) + received.waited_s
         # Of one message: several are of no stream whose lines could be added up.
-        self.lines_total = received.lines_total if len(self.manifests) == 1 else None
+        alone = len(self.manifests) == 1
+        self.lines_total = received.lines_total if alone else None
+        self.stream_totals = received.stream_totals if alone else None
 
     @property
     def table_digest(self) -> str | None:
@@ -226,14 +231,31 @@ class InUse:
 class Base:
     """The weights in use, as what a delta changes: a load target with its layout and memory.
 
-    `total` is the sum of all lines, as this receiver found it itself: in that memory, in what
-    arrived for shards, or in those and the deltas that it applied since. None where not known.
+    `totals` has the sum of all lines, as this receiver found it itself: in that memory, in what
+    arrived for shards, or in those and the deltas that it applied since. None where not known. Of
+    several ranks it has one for each of their `streams`.
     """
 
     target: LoadTarget
     layout: StreamLayout
     memory: LineMemory
-    total: int | None
+    totals: Sequence[int | None]
+    streams: Sequence[StreamLines] = ()
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What a sender has to announce of these weights; None where it is not known."""
+        known = [total for total in self.totals if total is not None]
+        if len(known) < len(self.totals):
+            return None
+        return joined_totals(known) if self.streams else to_hex(known[0])
+
+    def delta(self) -> DeltaTarget:
+        """Return what writes a delta to these weights. Their fingerprint is known."""
+        totals = [total or 0 for total in self.totals]
+        if self.streams:
+            return StreamDeltas(self.target, self.memory, self.streams, totals)
+        return DeltaTarget(self.target, self.memory, to_hex(totals[0]))
 
 
 _KEPT_SUBSETS = 2
@@ -256,6 +278,10 @@ class LoadTargets:
         self._looked = threading.Lock()
         self._places: WeakKeyDictionary[Memory, TensorPlaces] = WeakKeyDictionary()
         self._total: int | None = None
+        self._stream_totals: tuple[str, Sequence[int | None]] | None = None
+        self._stream_lines: WeakKeyDictionary[Memory, tuple[PlacedStreams, list[StreamLines]]] = (
+            WeakKeyDictionary()
+        )
         self._generation = 0
         self.apply: Apply = "in_place" if choice == "in_place" else "staged"
 
@@ -302,15 +328,22 @@ class LoadTargets:
         return memory is not None and memory.shares is not None
 
     @property
+    def takes_stream_deltas(self) -> bool:
+        """Whether the load target of the whole model takes lines of several ranks' streams."""
+        memory = self._whole[1].memory if self._whole is not None else None
+        return self._takes_deltas and memory is not None and memory.on_host()
+
+    @property
     def takes_next_delta(self) -> bool:
         """Whether a delta can be applied to the weights of the last commit."""
-        return bool(self.delta_forms) and not (self._holds_shards and self._total is None)
+        unknown = self._total is None and self._stream_totals is None
+        return bool(self.delta_forms) and not (self._holds_shards and unknown)
 
-    def catch_up(self) -> None:
+    def catch_up(self, engine: WeightTransferEngine | None = None) -> None:
         """Prepare for a delta of the whole model: its memory, and the fingerprint of the base.
 
         `of_delta` would do that otherwise. Not memory of which a user keeps views: only an update
-        overwrites that.
+        overwrites that. `engine` is that of the sender.
         """
         whole, layout = self._whole, self._layout
         if whole is None or layout is None or not self._takes_deltas:
@@ -318,14 +351,14 @@ class LoadTargets:
         if whole[1].is_unused():
             memory = whole[1].catch_up(layout)
             if memory is not None:
-                self._find_total(memory)
+                self._find_totals(memory, self._streams_in(memory, layout, engine))
 
-    def of_delta(self, digest: str) -> Base:
+    def of_delta(self, digest: str, engine: WeightTransferEngine | None = None) -> Base:
         """Return the base of a delta of a whole model, by its manifest's digest.
 
-        Its memory holds the weights in use. Raises DeltaError where these are not those of the last
-        commit, as far as can be seen: torch has counted writes, or one line of each tensor shows
-        it.
+        Its memory holds the weights in use. `engine` is that of the sender, of one rank or several.
+        Raises DeltaError where these are not those of the last commit, as far as can be seen: torch
+        has counted writes, or one line of each tensor shows it.
         """
         whole, layout, check = self._whole, self._layout, self._checks[0]
         found = whole is not None and whole[0] == digest and self._takes_deltas
@@ -348,16 +381,52 @@ class LoadTargets:
                 f"other code has changed or discarded {len(changed)} tensors of the weights in use "
                 f"since the last update: {shorten(changed)}; send the whole model"
             )
-        return Base(whole[1], layout, memory, self._find_total(memory))
+        streams = self._streams_in(memory, layout, engine)
+        totals = self._find_totals(memory, streams)
+        return Base(whole[1], layout, memory, totals, () if streams is None else streams[1])
 
-    def _find_total(self, memory: LineMemory) -> int | None:
+    def _find_totals(
+        self, memory: LineMemory, streams: tuple[str, list[StreamLines]] | None
+    ) -> Sequence[int | None]:
         """Return the sum of all lines of the weights in use; added up once for each whole update.
 
-        None for shards, unless their stream was added up when it arrived.
+        Of several ranks the sum of each stream. None for shards, unless their stream was added up
+        when it arrived.
         """
-        if self._total is None and memory.proves_base:
-            self._total = memory.total()
-        return self._total
+        if streams is None:
+            if self._total is None and memory.proves_base:
+                self._total = memory.total()
+            return [self._total]
+        digest, lines = streams
+        known = self._stream_totals
+        if known is None or known[0] != digest or len(known[1]) != len(lines):
+            known = digest, [None] * len(lines)
+        totals = [
+            each.total() if total is None and each.proves_base else total
+            for total, each in zip(known[1], lines, strict=True)
+        ]
+        self._stream_totals = digest, totals
+        return totals
+
+    def _streams_in(
+        self, memory: LineMemory, layout: StreamLayout, engine: WeightTransferEngine | None
+    ) -> tuple[str, list[StreamLines]] | None:
+        """Return the lines of the streams of several ranks, and their digest; None of one rank.
+
+        Raises DeltaError for memory to which no lines of several streams can be written.
+        """
+        placed = None if engine is None else engine.streams_in(memory.memory)
+        if placed is None:
+            return None
+        known = self._stream_lines.get(memory.memory)
+        if known is None or known[0] is not placed:
+            pairs = zip(placed.streams, placed.places, strict=True)
+            try:
+                lines = [StreamLines(*pair, layout, memory.memory) for pair in pairs]
+            except ValueError as exc:
+                raise DeltaError(f"{exc}; send the whole model") from exc
+            known = self._stream_lines[memory.memory] = placed, lines
+        return placed.digest, known[1]
 
     def check_follows(self, targets: Sequence[LoadTarget]) -> None:
         """Read a line of each tensor of these targets. Called before the commit.
@@ -374,15 +443,16 @@ class LoadTargets:
         self._checks = self._checks[0], check
 
     def committed(
-        self, targets: Sequence[LoadTarget], weights_id: str, lines_total: int | None = None
+        self, targets: Sequence[LoadTarget], weights_id: str, incoming: IncomingUpdate
     ) -> None:
         """Note which weights are in use now, and which targets were written for them.
 
-        `lines_total` is the sum of all lines of what arrived, where that is known.
+        The sums of all lines of what arrived are those of `incoming`, where they are known.
         """
         whole = self._is_whole(targets)
         self._held_id = weights_id if whole else None
-        self._total = lines_total if whole else None
+        self._total = incoming.lines_total if whole else None
+        self._stream_totals = incoming.stream_totals if whole else None
         if whole and isinstance(targets[0], DeltaTarget):
             self._total = targets[0].fingerprint
         self._checks = self._checks[1], None
@@ -489,6 +559,7 @@ class LoadTargets:
             load_target = self._sink.open_target(layout, self.apply)
         if whole:
             self._whole, self._layout, self._total = (digest, load_target), layout, None
+            self._stream_totals = None
         else:
             self._subsets[digest] = load_target
             while len(self._subsets) > _KEPT_SUBSETS:

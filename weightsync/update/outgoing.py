@@ -40,6 +40,7 @@ from weightsync.ranks.commands import (
     ReadersByRank,
     Transfer,
 )
+from weightsync.ranks.group import are_alike
 from weightsync.report import MergeReport, ReceiverReport, Rule, SyncReport
 from weightsync.update.fleet import (
     Fleet,
@@ -51,12 +52,13 @@ from weightsync.update.fleet import (
     raise_first,
 )
 from weightsync.update.paths import PathSelector
-from weightsync.weights.copying.fingerprint import as_words, table_digest
+from weightsync.weights.copying.fingerprint import as_words, joined_totals, table_digest
 from weightsync.weights.sources.base import NamedTensors
 from weightsync.wire.codec import InvalidReplyError
 from weightsync.wire.messages import (
     MAX_FLEET,
     AbortRequest,
+    DeltaTerms,
     FinishRequest,
     FleetServer,
     PrepareRequest,
@@ -68,6 +70,7 @@ from weightsync.wire.messages import (
     StepReply,
     UpdateRequest,
 )
+from weightsync.wire.offers import StreamPackets
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +83,16 @@ COMMITTED_STATES: tuple[StateName, ...] = ("READY", "CATCHING_UP")
 """The states after a finish. CATCHING_UP: the fleet moved on, and a part of the model came."""
 
 
-class MemoryMovedError(Exception):  # only a signal: the coordinator connects the fleet again
-    """Memory that receivers have mapped was moved. No receiver knows of the update."""
+class NothingSentError(Exception):  # only a signal: the update is sent in another way
+    """The ranks have not begun together. No receiver knows of the update."""
+
+
+class MemoryMovedError(NothingSentError):
+    """Memory that receivers have mapped was moved: the fleet has to be connected again."""
+
+
+class UnlikeRanksError(NothingSentError):
+    """Some ranks would send a delta, and others cannot."""
 
 
 class UpdateTransaction:
@@ -179,8 +190,8 @@ class UpdateTransaction:
         `checks_memory`.
         """
         layout, verify = self._paths.layout, self._verify and bool(self._group.manifest.nbytes)
-        has_lines = delta is not None
-        if same_as and verify and not same_as.is_comparable(layout, has_lines=has_lines):
+        lines = self._group.worker.lines_digest if delta is not None else ""
+        if same_as and verify and not same_as.is_comparable(layout, lines=lines):
             raise same_as.unknown()  # before a receiver in place is written to
         try:
             self._whole = True
@@ -189,12 +200,16 @@ class UpdateTransaction:
                 self._offer = delta
             else:
                 self._delta = delta
-            self._transfer(terms=terms, prepare=True, checks_memory=checks_memory)
+            try:
+                self._transfer(terms=terms, prepare=True, checks_memory=checks_memory)
+            except UnlikeRanksError:
+                self._offer = None  # they have decided, and none sends a delta
+                self._transfer(terms=terms, prepare=True)
             if same_as is not None:
                 same_as.check_unchanged(self.table_digests, layout, verify=verify)
             self.finish()
-        except MemoryMovedError:
-            raise  # no receiver knows of this update
+        except NothingSentError:
+            raise
         except BaseException as exc:
             self.abort(f"the sender gave up: {type(exc).__name__}")
             raise
@@ -403,7 +418,7 @@ class UpdateTransaction:
                 self._run_transfer(lambda: self._raise_early(calls), goes_on=begin.goes_on)
                 self._seconds["transfer"] = time.perf_counter() - started
                 self._fleet.await_all(list(calls.values()), idle=lambda: self._watch(calls))
-            except MemoryMovedError:
+            except NothingSentError:
                 raise
             except BaseException as exc:
                 if others_transfer:
@@ -441,8 +456,7 @@ class UpdateTransaction:
 
     def _goes_on(self, *, pairs: bool) -> bool:
         """Whether all ranks transfer without a further command, and reply at the end."""
-        whole = not pairs and self._delta is None and self._offer is None
-        return whole and self._group.sends_streams and self._group.worker.can_go_on
+        return not pairs and self._group.sends_streams and self._group.worker.can_go_on
 
     def _run_transfer(self, check: Callable[[], None], *, goes_on: bool) -> None:
         """Transfer every byte; with `goes_on` the other ranks have begun that by themselves."""
@@ -452,13 +466,15 @@ class UpdateTransaction:
             self._group.run_on_all(Transfer(), check=check)
 
     def _note_begun(self) -> None:
-        """Take what the ranks found and decided. Raises MemoryMovedError where none has begun."""
-        found = BeforeBegin.of_all(self._begun)
-        if found.moved:
+        """Take what the ranks found and decided. Raises NothingSentError where none transfers."""
+        if BeforeBegin.of_all(self._begun).moved:
             raise MemoryMovedError
-        if self._offer is not None and found.estimate is not None:
-            self.estimate = found.estimate
-            self._delta, _ = self._offer.decide(found.estimate)
+        if self._offer is not None:
+            self.estimate = self._offer.deciding(self._begun)
+            if self.estimate is not None:
+                self._delta, _ = self._offer.decide(self.estimate)
+        if self._group.sends_streams and not are_alike(self._begun):
+            raise UnlikeRanksError
 
     def _readers_by_rank(self, members: Sequence[Member], *, pairs: bool) -> ReadersByRank:
         """Return the readers of an update of these members; `pairs` come from one rank each."""
@@ -512,19 +528,30 @@ class UpdateTransaction:
         """Return the update info of one member, with the payload of its trainer engine."""
         begun = self._begun[member.rank]
         payload = self._payload(member, member.rank)
-        if member.ranks:  # tensors of the caller's are all sent by one rank
-            ranks = member.ranks if begun.manifest is None else (member.rank,)
+        manifest, delta = begun.manifest, begun.delta
+        if member.ranks and delta is not None:
+            payload = [self._packets(member, rank) for rank in member.ranks]
+            manifest, delta = None, _joined_terms([self._begun[rank] for rank in member.ranks])
+        elif member.ranks:  # tensors of the caller's are all sent by one rank
+            ranks = member.ranks if manifest is None else (member.rank,)
             payload = [self._payload(member, rank) for rank in ranks]
         return RegisteredUpdate(
             sender=member.sender,
             epoch=epoch,
-            verify=self._verify and begun.delta is None,
-            manifest=begun.manifest,
-            delta=begun.delta,
+            verify=self._verify and delta is None,
+            manifest=manifest,
+            delta=delta,
             delta_follows=self._delta is not None,
             payload=payload,
             registered=True,
         )
+
+    def _packets(self, member: Member, rank: int) -> StreamPackets:
+        """Return the packets of a rank's delta, as the message to a member has them."""
+        manifest = self._begun[rank].manifest
+        if manifest is None:
+            raise TransferError(f"rank {rank} sends no delta to {member.target}, as others do")
+        return StreamPackets(manifest=manifest, payload=self._payload(member, rank))
 
     def _payload(self, member: Member, rank: int) -> object:
         """Return the payload of a rank's trainer engine for a member."""
@@ -774,6 +801,15 @@ class UpdateTransaction:
             self._sourceless = bool(lost)
 
 
+def _joined_terms(begun: Sequence[CommandResult]) -> DeltaTerms:
+    """Return the terms of a delta that several ranks send: of the bases that each of them knows."""
+    terms = [result.delta.bases for result in begun if result.delta is not None]
+    shared = [base for base in terms[0] if all(base in bases for bases in terms)]
+    return DeltaTerms(
+        bases={base: joined_totals([int(bases[base], 16) for bases in terms]) for base in shared}
+    )
+
+
 def is_commit(step: StepReply, version: int | None) -> bool:
     """Whether the reply to a finish says that `version` is in use; None is any version."""
     return step.state in COMMITTED_STATES and version in (None, step.version)
@@ -812,13 +848,13 @@ class LastVersion:
         """The version, 0 before the first one."""
         return self.terms.version or 0
 
-    def is_comparable(self, layout: str, *, has_lines: bool) -> bool:
+    def is_comparable(self, layout: str, *, lines: str) -> bool:
         """Whether the fingerprints of another update may show that the weights are the same.
 
-        `has_lines`: those of lines are taken, which do not depend on the layout of the stream.
+        `lines` is the key of those of lines, which do not depend on the layout of the stream; empty
+        where none are taken.
         """
-        lines = has_lines and any(LINES_DIGEST in digests for digests in self.digests)
-        return self.layout == layout or lines
+        return self.layout == layout or any(lines in digests for digests in self.digests)
 
     def unknown(self) -> TransferError:
         """Return the error that says that nothing shows whether the weights are the same."""
@@ -867,9 +903,10 @@ def _is_unchanged(
     known = {
         name
         for name in taken
-        if before.get(name) is not None and (same_layout or name == LINES_DIGEST)
+        if before.get(name) is not None and (same_layout or name.startswith(LINES_DIGEST))
     }
     if any(before[name] != taken[name] for name in known):
         return False
-    covers_all = LINES_DIGEST in known or known >= taken.keys() - {LINES_DIGEST}
+    lines = {name for name in taken if name.startswith(LINES_DIGEST)}
+    covers_all = bool(lines & known) or known >= taken.keys() - lines
     return True if known and covers_all else None

@@ -151,8 +151,8 @@ class PathSelector:
     `withdraw` closes everything. `seconds` has the duration of the last selection, by phase, and is
     `unreported` until a report includes it. `connected_once` is True once the fleet was connected.
     `backends` are tried in their order with `ordered`, otherwise by the cost of their paths.
-    `unusable` has the reasons against other backends. `why_gathers` is a reason, if there is one,
-    why several ranks gather the tensors; `why_gathered` is the one of the last connection.
+    `unusable` has the reasons against other backends. `why_gathered` is the reason, if there is
+    one, why several ranks gather the tensors since the last connection.
     """
 
     def __init__(
@@ -163,9 +163,7 @@ class PathSelector:
         *,
         ordered: bool,
         unusable: Mapping[str, str],
-        why_gathers: str = "",
     ) -> None:
-        self._why_gathers = why_gathers
         self._wants: list[WantsInfo] = []
         self._spanning = ""
         self.why_gathered = ""
@@ -232,7 +230,7 @@ class PathSelector:
         self.why_gathered = ""
         if group.comm.size == 1:
             return False
-        self.why_gathered = self._why_gathers or group.worker.plan.why_not
+        self.why_gathered = group.worker.plan.why_not
         if self.why_gathered:
             return False
         for backend in self._backends:

@@ -38,10 +38,8 @@ from weightsync.update.lifecycle import (
     new_update_id,
 )
 from weightsync.update.senders import FleetClaims, Senders
-from weightsync.weights.copying.checksums import to_hex
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import describe_wants
-from weightsync.weights.deltas.change_log import DeltaTarget
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.base import LoadTarget, WeightSink, check_manifest, users_code
 from weightsync.wire.messages import (
@@ -538,9 +536,9 @@ class ReceiverSession:
                         self.gate.release()
                     self.senders.finish_update()
                     if request.delta_follows and self.load_targets.delta_forms:
-                        self._catch_up_soon()
+                        self._catch_up_soon(incoming.sender)
 
-    def _catch_up_soon(self) -> None:
+    def _catch_up_soon(self, sender: str | None) -> None:
         """Prepare memory for the next delta in a thread, as a step, when this one has ended."""
 
         def catch_up() -> None:
@@ -549,7 +547,9 @@ class ReceiverSession:
                 warm_up()
                 with self._calls.inside(), self._turn(self._lease_s) as ours:
                     if ours and self._incoming is None:
-                        self.load_targets.catch_up()
+                        known = sender is not None and self.senders.knows(sender)
+                        engine = self.senders.get(sender) if sender and known else None
+                        self.load_targets.catch_up(engine)
             except Exception:  # the next delta tries it again, or is refused
                 logger.debug("the memory for a delta could not be prepared", exc_info=True)
 
@@ -596,9 +596,7 @@ class ReceiverSession:
         incoming.timed("swap", started)
         with self.lock:
             self.lifecycle.finish(incoming.update_id)
-            self.load_targets.committed(
-                incoming.load_targets, self.lifecycle.weights_id, incoming.lines_total
-            )
+            self.load_targets.committed(incoming.load_targets, self.lifecycle.weights_id, incoming)
             self._claims.committed(incoming.sender, partial=incoming.partial)
             if request.weight_version is not None:
                 self.lifecycle.label = request.weight_version
@@ -690,25 +688,33 @@ class ReceiverSession:
                 f"this receiver holds the weights {held}{' (TORN)' if lifecycle.torn_by else ''}, "
                 f"and the delta builds on {', '.join(terms.bases) or 'none'}; send the whole model"
             )
-        base = self.load_targets.of_delta(offered.digest)
-        if base.total != int(announced, 16):
+        base = self.load_targets.of_delta(offered.digest, self.senders.get(info.sender))
+        if base.fingerprint != announced:
             self.load_targets.discarded()
-            own = "an unknown fingerprint" if base.total is None else to_hex(base.total)
+            own = base.fingerprint or "an unknown fingerprint"
             raise DeltaError(
                 f"the weights {lifecycle.weights_id} have {own} here, and {announced} for the "
                 "sender: they are not the same; send the whole model"
             )
-        delta = DeltaTarget(base.target, base.memory, announced)
+        delta = base.delta()
         context = self._load_context(incoming)
         context = replace(context, open_target=lambda _: incoming.use(delta, base.layout))
         engine = self.senders.start_update(info.sender)
         try:
             received = engine.receive_weights(info, context)
-            result = delta.result()
+            results = received.fingerprints if base.streams else [delta.result()]
         except VerificationError:  # it may be the base that differs, which nobody may fetch then
             self.load_targets.discarded()
             raise
-        return Received(offered, [result], self.sink.verification, waited_s=received.waited_s)
+        streams = engine.streams_in(base.memory.memory) if base.streams else None
+        return Received(
+            offered,
+            list(results),
+            self.sink.verification,
+            stream_totals=None if streams is None else (streams.digest, results),
+            waited_s=received.waited_s,
+            sources=received.sources,
+        )
 
     def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
         def open_target(layout: StreamLayout) -> LoadTarget:

@@ -383,7 +383,8 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     of the open update is dead, `detail` why the receiver may not generate. `workers` are the paths,
     below this one's URL, of the receivers that it stands for; none where it is one itself.
     `delta_forms` are the forms of deltas that can be applied once a whole model was received:
-    `lines`, or `shards` (lines, for a receiver that holds parts of tensors), and `values`.
+    `lines`, or `shards` (lines, for a receiver that holds parts of tensors), and `values`;
+    `stream_deltas` says that it takes lines of several ranks, each of its own stream.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
     that the receiver belonged to, alive or not. `fetchable` says that other receivers may fetch the
     weights in use, by `fetch_weights`. `backends` are those that can be used here, each
@@ -417,6 +418,7 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     fetchable: bool = False
     backends: dict[BackendName, Any] = {}
     unusable_backends: dict[BackendName, str] = {}
+    stream_deltas: bool = False
     protocol_min: int = 1  # receivers that do not say it have protocol 1
 
     @property

@@ -182,10 +182,21 @@ class WantsInfo(ReplyMessage, frozen=True, kw_only=True):
 class StreamsInfo(Message, frozen=True, kw_only=True):
     """The payload of an init by which several ranks send, each its boxes: all tensors together.
 
-    The payload of an update is then the list of theirs, in the same order.
+    The payload of an update is then the list of theirs, in the same order; of a delta, a list of
+    StreamPackets.
     """
 
     streams: Annotated[list[StreamInfo], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class StreamPackets(Message, frozen=True, kw_only=True):
+    """The packets of one rank's delta; `payload` is for the engine alone.
+
+    The fingerprint of a base is then the beginning of the digest of those of all ranks.
+    """
+
+    manifest: ManifestMessage
+    payload: Any = None
 
 
 class InitInfo(Message, frozen=True, kw_only=True):

@@ -139,6 +139,11 @@ def table_digest(fingerprints: Sequence[int]) -> str:
     return hashlib.blake2b(array("Q", fingerprints).tobytes(), digest_size=16).hexdigest()
 
 
+def joined_totals(totals: Sequence[int]) -> str:
+    """Return 16 hex digits that identify the fingerprints of several streams, order included."""
+    return table_digest(totals)[:16]
+
+
 def as_words(digest: str) -> list[int]:
     """Return the digest of a table as two fingerprints: those of the streams make another table."""
     return [int(digest[:16], 16), int(digest[16:], 16)]

@@ -52,6 +52,8 @@ from weightsync.weights.lines.memory import (
     mark,
     new_marks,
 )
+from weightsync.weights.lines.patches import RecordingLines
+from weightsync.weights.lines.stream_lines import StreamLines
 from weightsync.weights.sinks.base import LoadTarget, NamedTensor
 from weightsync.weights.sources.base import WeightSource
 from weightsync.weights.tensor_kinds import Shared
@@ -594,9 +596,14 @@ class DeltaTarget(LoadTarget):
         self.target = target
         self._memory = memory
         self._base, self._written = int(base_total, 16), 0
-        self._lines = 0
+        self._lines = self._taken = 0
         self._coded = bytearray()
         self._marks = new_marks(memory.lines)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lines that arrived, their numbers, and the packets' headers."""
+        return self._lines * (LINE + 4) + self._taken * _HEADER_NBYTES
 
     def begin(self) -> None:
         self.target.begin()
@@ -639,6 +646,7 @@ class DeltaTarget(LoadTarget):
             raise ProtocolError(f"{name} is no packet of a delta, but {flat.dtype} {flat.shape}")
         if self.fingerprint is not None:
             raise ProtocolError(f"{name} comes after the last packet of the delta")
+        self._taken += 1
         view = flat.numpy().data
         magic, count = _HEADER.unpack_from(view) if len(view) >= _END.size else (0, 0)
         if magic == _END_MAGIC:
@@ -720,3 +728,49 @@ class DeltaTarget(LoadTarget):
                 "the update is not applied, the next one is a full one"
             )
         self.fingerprint = total
+
+
+class StreamDeltas(DeltaTarget):
+    """Writes the deltas of several ranks to `memory`, the lines of the model in a load target.
+
+    `parts[i]` takes the packets of the stream that `streams[i]` has the lines of, whose fingerprint
+    in the base is `base_totals[i]`.
+    """
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        memory: LineMemory,
+        streams: Sequence[StreamLines],
+        base_totals: Sequence[int],
+    ) -> None:
+        super().__init__(target, memory, "0")
+        self.parts = [
+            DeltaTarget(target, lines, to_hex(total))
+            for lines, total in zip(streams, base_totals, strict=True)
+        ]
+        self._streams = streams
+        self._recording = memory if isinstance(memory, RecordingLines) else None
+
+    def begin(self) -> None:
+        super().begin()
+        for lines in self._streams:
+            lines.begin(self._marks, self._recording)
+
+    def load(self, pairs: Sequence[NamedTensor]) -> None:
+        raise NotImplementedError("the packets of each rank go to a part")
+
+    def totals(self) -> list[int]:
+        """Return the fingerprints of all streams after their last packets. Raises ProtocolError."""
+        return [part.result() for part in self.parts]
+
+    def validate(self) -> None:
+        for lines in self._streams:  # every packet has come
+            lines.end()
+        self.totals()
+        self.target.validate()
+
+    def discard(self) -> None:
+        for lines in self._streams:
+            lines.end()
+        super().discard()

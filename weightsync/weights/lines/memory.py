@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import BackendUnavailableError, install_hint
-from weightsync.specs import TensorSpec
+from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import PLAIN_CLASSES, TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
 from weightsync.weights.copying.checksums import MASK
 from weightsync.weights.copying.copy_plan import Memory
@@ -117,11 +117,21 @@ def warm_up() -> None:
     compiled.mark(marks, indices[:1])
     compiled.list_marked(marks, np.uint64(0), np.uint64(8), np.zeros(16, np.uint32))
     compiled.copy_lines(base, base, indices[:1])
+    blocks = np.array([[0, memory.ctypes.data, LINE, 1, LINE, LINE]], np.uint64)
+    compiled.scatter(blocks, indices[:1], lines, True)
+    compiled.collect(blocks, indices[:1], lines)
+    compiled.mark_places(np.zeros((1, 6), np.uint64), indices[:0], marks)
+    compiled.sum_of_lines(indices[:1], lines[:8])
 
 
 def count_lines(layout: StreamLayout) -> int:
     """Return the number of lines of a stream."""
     return layout.nbytes // LINE
+
+
+def count_lines_of(manifest: Manifest) -> int:
+    """Return the number of lines of a stream of these tensors."""
+    return sum(aligned(spec.nbytes) for spec in manifest.specs) // LINE
 
 
 def are_growing(indices: Indices, limit: int) -> bool:

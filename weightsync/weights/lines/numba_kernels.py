@@ -578,3 +578,48 @@ def scatter(blocks: Any, indices: Any, lines: Any, writes: bool) -> bool:
                         differs |= sent ^ _byte(place + U(j))
                 row += U(1)
     return bool(differs == 0)
+
+
+@_compiled
+def collect(blocks: Any, indices: Any, lines: Any) -> None:
+    """Write what the blocks hold of these lines to `lines`, the other way round than `scatter`.
+
+    `blocks` and `lines` as there. Bytes that no block holds stay as they are.
+    """
+    content = lines.view(np.uint8)
+    for b in range(len(blocks)):
+        source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
+        height, apart, target_apart = blocks[b, 3], blocks[b, 4], blocks[b, 5]
+        for i in range(len(indices)):
+            begin = U(indices[i]) * LINE
+            row = U(0) if begin < source + width else (begin - source - width) // apart + U(1)
+            while row < height and source + row * apart < begin + LINE:
+                first = source + row * apart
+                start, stop = max(first, begin), min(first + width, begin + LINE)
+                place = target + row * target_apart + start - first
+                for j in range(stop - start):
+                    content[U(i) * LINE + start - begin + U(j)] = _byte(place + U(j))
+                row += U(1)
+
+
+@_compiled
+def mark_places(blocks: Any, indices: Any, marks: Any) -> None:
+    """Mark the lines of another stream in which the bytes of these lines are.
+
+    `blocks` is that of `scatter`, with bytes of that stream in place of addresses.
+    """
+    for b in range(len(blocks)):
+        source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
+        height, apart, target_apart = blocks[b, 3], blocks[b, 4], blocks[b, 5]
+        for i in range(len(indices)):
+            begin = U(indices[i]) * LINE
+            row = U(0) if begin < source + width else (begin - source - width) // apart + U(1)
+            while row < height and source + row * apart < begin + LINE:
+                first = source + row * apart
+                start, stop = max(first, begin), min(first + width, begin + LINE)
+                place = target + row * target_apart + start - first
+                line = place // LINE
+                while line * LINE < place + stop - start:
+                    marks[line >> U(3)] |= np.uint8(1) << np.uint8(line & U(7))
+                    line += U(1)
+                row += U(1)

@@ -7,6 +7,7 @@ bit for each byte that differs. `Patches` turns these bits into elements, tensor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,7 @@ class SparseWeightPatch:
 class RecordingLines(LineMemory):
     """The lines of a memory. Records which bytes `write` changes, in 12 bytes for each line.
 
-    The lines of one write follow those of the write before.
+    The lines of one write follow those of the write before; those of `recording` may not.
     """
 
     def __init__(self, layout: StreamLayout, memory: Memory) -> None:
@@ -75,12 +76,29 @@ class RecordingLines(LineMemory):
             self._changes.append((indices[changed], differing[changed]))
         return result
 
+    @contextmanager
+    def recording(self, indices: Indices) -> Iterator[None]:
+        """Record which bytes of these lines, whose numbers grow, the block changes.
+
+        Several blocks may change different bytes of one line.
+        """
+        before = self.read(indices)
+        yield
+        differing = _differing_bytes(before, self.read(indices))
+        changed = differing != 0
+        if changed.any():
+            self._changes.append((indices[changed], differing[changed]))
+
     def changes(self) -> tuple[Indices, Words]:
         """Return the numbers of the changed lines, and a bit for each of their changed bytes."""
-        return (
-            np.concatenate([np.zeros(0, np.uint32), *(lines for lines, _ in self._changes)]),
-            np.concatenate([np.zeros(0, np.uint64), *(bits for _, bits in self._changes)]),
-        )
+        indices = np.concatenate([np.zeros(0, np.uint32), *(lines for lines, _ in self._changes)])
+        bits = np.concatenate([np.zeros(0, np.uint64), *(bits for _, bits in self._changes)])
+        if (indices[1:] > indices[:-1]).all():
+            return indices, bits
+        order = np.argsort(indices, kind="stable")
+        indices, bits = indices[order], bits[order]
+        firsts = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
+        return indices[firsts], np.bitwise_or.reduceat(bits, firsts)
 
 
 class Patches(Iterable[SparseWeightPatch]):

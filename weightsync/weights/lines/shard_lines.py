@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
 import numpy as np
 
 from weightsync.errors import VerificationError
@@ -10,6 +14,7 @@ from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.lines.memory import (
     LINE,
+    WORDS,
     Indices,
     LineMemory,
     Marks,
@@ -18,6 +23,10 @@ from weightsync.weights.lines.memory import (
     kernels,
     why_no_kernels,
 )
+
+T = TypeVar("T")
+_READ_LINES = 1 << 14
+"""Lines that are read together: a cache holds them."""
 
 
 class ShardLines(LineMemory):
@@ -57,6 +66,7 @@ class ShardLines(LineMemory):
             )
             for i, blocks in sorted(by_tensor.items())
         ]
+        self._starts = [first for first, _, _ in self._blocks]
 
     def write(self, indices: Indices, lines: Words) -> int:
         """Write what the shards hold of these lines; return the sum of the lines.
@@ -64,13 +74,11 @@ class ShardLines(LineMemory):
         Raises VerificationError where a shard does not hold what arrived.
         """
         compiled = kernels()
-        for first, stop, blocks in self._blocks:
-            begin, end = np.searchsorted(indices, (first, stop)).tolist()
-            if begin < end:
-                here, content = indices[begin:end], lines[begin * 8 : end * 8]
-                compiled.scatter(blocks, here, content, True)
-                if not compiled.scatter(blocks, here, content, False):
-                    raise VerificationError("a shard does not hold the lines that it was given")
+        for begin, end, blocks in parts_of(indices, self._starts, self._blocks):
+            here, content = indices[begin:end], lines[begin * 8 : end * 8]
+            compiled.scatter(blocks, here, content, True)
+            if not compiled.scatter(blocks, here, content, False):
+                raise VerificationError("a shard does not hold the lines that it was given")
         return int(compiled.sum_of_lines(indices, lines)) & MASK
 
     def read(self, indices: Indices) -> Words:
@@ -83,6 +91,60 @@ class ShardLines(LineMemory):
         """Copy all shards."""
         for mine, theirs in zip(self._memory.tensors, other.memory.tensors, strict=True):
             mine.copy_(theirs)
+
+
+class BoxLines(ShardLines):
+    """The lines of a stream in memory that has each tensor of it in pieces, all of them.
+
+    So what a line held before is known.
+    """
+
+    proves_base = True
+
+    def write(self, indices: Indices, lines: Words) -> int:
+        """Overwrite lines; return the sum of the new ones, read back, less that of the old ones.
+
+        Raises VerificationError where the memory does not hold what arrived.
+        """
+        compiled = kernels()
+        before = int(compiled.sum_of_lines(indices, self.read(indices)))
+        super().write(indices, lines)
+        return int(compiled.sum_of_lines(indices, self.read(indices))) - before & MASK
+
+    def read(self, indices: Indices) -> Words:
+        lines = np.zeros(len(indices) * WORDS, np.uint64)
+        for begin, end, blocks in parts_of(indices, self._starts, self._blocks):
+            here = slice(begin * WORDS, end * WORDS)
+            kernels().collect(blocks, indices[begin:end], lines[here])
+        return lines
+
+    def sum_of(self, first: int, count: int) -> int:
+        total, stop = 0, first + count
+        for at in range(first, stop, _READ_LINES):
+            indices = np.arange(at, min(at + _READ_LINES, stop), dtype=np.uint32)
+            total += int(kernels().sum_of_lines(indices, self.read(indices)))
+        return total & MASK
+
+
+def parts_of(
+    indices: Indices, starts: Sequence[int], tensors: Sequence[tuple[int, int, T]]
+) -> Iterator[tuple[int, int, T]]:
+    """Yield the begin and end of the `indices`, which grow, of lines of each tensor, and its data.
+
+    `tensors` has the first line of each, the line after its last one, and the data; `starts` has
+    the first lines alone. Lines of no tensor are left out.
+    """
+    at = 0
+    while at < len(indices):
+        place = bisect_right(starts, int(indices[at])) - 1
+        if place >= 0 and indices[at] < tensors[place][1]:
+            end = at + int(np.searchsorted(indices[at:], tensors[place][1]))
+            yield at, end, tensors[place][2]
+            at = end
+        elif place + 1 < len(starts):
+            at += int(np.searchsorted(indices[at:], starts[place + 1]))
+        else:
+            return
 
 
 def lines_of(layout: StreamLayout, memory: Memory) -> LineMemory | None:
