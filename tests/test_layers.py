@@ -54,7 +54,8 @@ LAYERS = (
     layer(""),
     layer("server", "ray"),
     layer("queues"),
-    layer("serve", "integrations"),
+    layer("integrations"),
+    layer("serve"),
     layer("testing"),
     layer("cli", "__main__", mutual=True),
 )
@@ -598,7 +599,7 @@ def test_the_package_is_there() -> None:
             "is above it",
         ),
         ("weightsync.sender", "import weightsync", "is above it"),
-        ("weightsync.serve.model", "from weightsync.integrations import trl", "is beside it"),
+        ("weightsync.integrations.trl", "from weightsync.serve import model", "is above it"),
         (
             "weightsync.integrations.certificate",
             "from weightsync.testing import held",

@@ -21,13 +21,8 @@ from tests.crew import Crew, crew
 from tests.integrations.test_huggingface import KINDS as MERGED_KINDS
 from tests.integrations.test_huggingface import PROJECTIONS, Tensors, llama, quiet_peft, train
 from tests.server.live import serving
-from weightsync.integrations.adapters import (
-    CONFIG_NAME,
-    adapter_of,
-    adapter_path,
-    config_spec,
-    decode_config,
-)
+from weightsync.integrations.adapter_paths import adapter_of, adapter_path
+from weightsync.integrations.adapters import CONFIG_NAME, config_spec, decode_config
 from weightsync.server import weight_router
 
 pytestmark = quiet_peft

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from weightsync.serve.adapter_leases import AdapterLeases
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import (
     NO_LOGPROBS,
@@ -77,6 +78,9 @@ class ScriptedEngine:
     async def generate(
         self, requests: Sequence[EngineRequest]
     ) -> AsyncGenerator[EngineOutput, None]:
+        for request in requests:
+            if request.adapter is not None:
+                AdapterLeases(base=MODEL).find(request.adapter, request.adapter_version)
         self.jobs.extend(requests)
         self.running += len(requests)
         going = {job.request_id: self._deltas(job) for job in requests}

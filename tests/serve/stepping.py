@@ -126,4 +126,6 @@ def kept_nbytes(kept: CachedPrefix) -> int:
 
 def cache_nbytes(runner: ModelRunner) -> int:
     """The bytes of the keys and values of live rows and kept prompts."""
-    return living_nbytes(runner._batch) + sum(map(kept_nbytes, runner._kept.values()))
+    return sum(map(living_nbytes, runner._batches.values())) + sum(
+        map(kept_nbytes, runner._kept.values())
+    )

@@ -37,7 +37,7 @@ def _rank(rank: int, folder: str, pipe: Connection) -> None:
         while body := pipe.recv_bytes():
             step = msgspec.msgpack.decode(body, type=Step, dec_hook=_tensor)
             pipe.send_bytes(msgspec.msgpack.encode(runner.execute(step, 1)))
-        heads = {layer.held()[0].shape[1] for layer in cached_layers(runner._batch.cache)}
+        heads = {layer.held()[0].shape[1] for layer in cached_layers(runner._batches[""].cache)}
         pipe.send_bytes(msgspec.msgpack.encode(sorted(heads)))
 
 

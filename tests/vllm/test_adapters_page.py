@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, A
 
 
 def test_the_page_has_these_blocks() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) >= 4  # tests/serve/test_adapters_page.py runs the others
 
 
 def test_what_the_page_does_with_a_server(served: tuple[Served, Any]) -> None:
@@ -44,7 +44,7 @@ def test_what_the_page_does_with_a_server(served: tuple[Served, Any]) -> None:
         "batches": (1, 2, 3),
         "train": train,
     }
-    send, request, _, unload = BLOCKS
+    send, request, _, unload = BLOCKS[:4]
     exec(send, names)
     exec(request, names)
     assert (names["answer"]["model"], names["again"]["model"]) == ("policy", "policy@2")

@@ -83,6 +83,9 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         typer.Option(help="images in messages or shared memory; else WEIGHTSYNC_TENSOR_IPC"),
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="completions generated at once")] = 256,
+    adapter_versions: Annotated[
+        int, typer.Option(min=1, help="newest versions of each adapter that stay")
+    ] = 2,
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share of cores"),
@@ -124,6 +127,7 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         token=guard.text or None,
         tensor_ipc=chosen_tensor_ipc(tensor_ipc),
         max_rows=max_rows,
+        adapter_versions=adapter_versions,
         threads=threads,
         log_level=log_level,
         access_log=access_log,

@@ -8,7 +8,6 @@ so it is fingerprinted, staged and committed together with the tensors that it b
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
+from weightsync.integrations.adapter_paths import adapter_path, check_name
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.transports.factory import Targets, TransportFactory
 from weightsync.weights.sources.base import ModuleSource
@@ -25,36 +25,10 @@ from weightsync.weights.sources.wrapping import WrappingSource
 
 CONFIG_NAME = "adapter_config.json"
 """The name of the tensor that holds the config: uint8[n], the bytes of a JSON object."""
-PATHS = "adapters/"
-"""The path of all adapters' receivers below a server's URL."""
-
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
 MAX_CONFIG_NBYTES = 1 << 20
 
 # These compute on top of a base that is not the server's: PEFT changes it when training begins.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-
-
-def check_name(name: object) -> str:
-    """Return the name of an adapter. Raises ConfigError for one that is no part of a URL's path."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"an adapter's name is 1 to 128 letters, digits, '_', '-' and '.', and begins with a "
-            f"letter or a digit; this is {name!r:.60}"
-        )
-    return name
-
-
-def adapter_path(name: str) -> str:
-    """Return the path of an adapter's receiver below its server's URL."""
-    return PATHS + check_name(name)
-
-
-def adapter_of(path: str) -> str:
-    """Return the adapter at a path below a URL. Raises ConfigError where it is another path."""
-    if not path.startswith(PATHS):
-        raise ConfigError(f"{path!r} is no adapter's path: adapters are at {PATHS}NAME")
-    return check_name(path.removeprefix(PATHS))
 
 
 def config_spec(manifest: Manifest) -> TensorSpec:

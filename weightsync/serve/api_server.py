@@ -14,6 +14,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Response
 
+from weightsync.integrations.adapter_paths import PATHS, adapter_path, check_name
 from weightsync.serve.engine_client import EngineClient, EngineCoreClient, engine_metrics
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import ModelCard
@@ -23,9 +24,11 @@ from weightsync.serve.status_page import status_router
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.worker_client import RemoteWorker, WorkerClient
 from weightsync.server.auth import LocalOnly, TokenAuth
-from weightsync.server.dispatcher import Receiver
+from weightsync.server.dispatcher import Receiver, RemoteReceiver
 from weightsync.server.listening import SparingListener, ignore_logged_errors
+from weightsync.server.named import NamedReceivers
 from weightsync.server.workers import Workers, worker_path, workers_router
+from weightsync.wire.messages import UNLOAD_CALL
 
 FEATURES = (
     "staged updates",
@@ -34,6 +37,7 @@ FEATURES = (
     "kept prompts",
     "pause modes",
     "openai",
+    "adapters",
 )
 
 
@@ -65,8 +69,11 @@ def make_app(
     token: str | None,
     tensor_parallel: int = 1,
     lifespan: Lifespan | None = None,
+    adapter: Callable[[str], Sequence[RemoteReceiver]] | None = None,
 ) -> FastAPI:
     """Return the app of a served model: weights, generation and status.
+
+    `adapter` returns an adapter's receivers in the workers, by its name; None: it takes none.
 
     `receivers` are the receivers of its workers, ordered by replica and rank. With several, each
     also has its own weight routes below `/workers/N`, for senders. Every POST that changes
@@ -84,11 +91,28 @@ def make_app(
     app.include_router(workers_router(workers, token=token, more_metrics=engine_metrics(engine)))
     app.include_router(generation_router(engine, texts))
     app.include_router(status_router(engine, receivers))
+    if adapter is not None:
+        app.mount(f"/{PATHS}{{name}}", _adapters(adapter, tensor_parallel, token))
     if token is not None:
         app.add_middleware(TokenAuth, token=token)
     else:
         app.add_middleware(LocalOnly)
     return app
+
+
+def _adapters(
+    adapter: Callable[[str], Sequence[RemoteReceiver]], tensor_parallel: int, token: str | None
+) -> NamedReceivers:
+    def make(name: str) -> Workers:
+        found = enumerate(adapter(check_name(name)))
+        paths = {worker_path(index): receiver for index, receiver in found}
+        return Workers(paths, tensor_parallel=tensor_parallel)
+
+    def unload(name: str) -> None:
+        for receiver in adapter(check_name(name)):
+            receiver.handle_json(UNLOAD_CALL, b"{}")
+
+    return NamedReceivers(make, unload, token=token)
 
 
 def main(
@@ -115,13 +139,17 @@ def main(
             engine.close()
             workers.close()
 
+    def of_workers(below: str) -> list[RemoteWorker]:
+        return [RemoteWorker(workers, index, below) for index in range(len(addresses.workers))]
+
     app = make_app(
         engine,
-        [RemoteWorker(workers, index) for index in range(len(addresses.workers))],
+        of_workers(""),
         TokenizerService(*load_tokenizer(card.directory)),
         token=options.token,
         tensor_parallel=options.tensor_parallel,
         lifespan=lifespan,
+        adapter=lambda name: of_workers(adapter_path(name)),
     )
     config = uvicorn.Config(
         app,

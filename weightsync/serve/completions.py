@@ -28,7 +28,7 @@ from weightsync.serve.messages import (
     ModelCard,
     SamplingParams,
 )
-from weightsync.serve.requests import Completion, VersionSpan, spans
+from weightsync.serve.requests import Completion, ModelName, VersionSpan, spans
 from weightsync.serve.text import CompletionText, TokenizerService
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _PROMPT_SIZE = 32  # characters; the fixed cost of tokenizing a prompt
 T = TypeVar("T")
 
 _AS_IT_COMES = SamplingParams()
+_BASE = ModelName()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class GenerationRequest:
     sampling_params: SamplingParams = _AS_IT_COMES
     stops: tuple[str, ...] = ()
     stop_at_end: bool = True
+    model: ModelName = _BASE
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,13 +79,17 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedToken:
-    """A generated token. Its text begins `offset` characters into the text of its completion."""
+    """A generated token. Its text begins `offset` characters into the text of its completion.
+
+    `base_version` is that of the base model where an adapter made it.
+    """
 
     token: int
     version: int
     offset: int
     logprob: float | None
     top: list[tuple[int, float]]
+    base_version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +112,8 @@ class StreamDelta:
     @property
     def weight_versions(self) -> list[VersionSpan]:
         """The weight versions of the tokens, by their position in the completion."""
-        return spans([made.version for made in self.tokens], self.start)
+        bases = [made.base_version for made in self.tokens]
+        return spans([made.version for made in self.tokens], self.start, bases=bases)
 
     @property
     def token_ids(self) -> list[int]:
@@ -288,6 +295,7 @@ class _Row:
                 offset=self.text.num_characters,
                 logprob=None if delta.logprob is None else max(delta.logprob, LEAST_LOGPROB),
                 top=delta.top,
+                base_version=delta.base_version,
             )
         )
         return self.text.push(token)
@@ -316,6 +324,8 @@ def _engine_request(work: GenerationRequest, prompt_index: int) -> EngineRequest
         n=work.n,
         sampling_params=work.sampling_params,
         stop_at_end=work.stop_at_end,
+        adapter=work.model.adapter,
+        adapter_version=work.model.version,
         inputs=prompt.inputs,
     )
 

@@ -30,6 +30,7 @@ from weightsync.serve.messages import (
     StatsRequest,
 )
 from weightsync.serve.options import CoreAddress, takes_images
+from weightsync.serve.requests import RequestError
 from weightsync.wire.problem import decode_error
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class EngineClient(Protocol):
 
         Ends after the last completion. Closing the generator early cancels the requests. The first
         error ends all requests: NotReadyError when the weights may not be used, ConfigError for a
-        prompt that the model cannot take, and other errors of the engine.
+        prompt that the model cannot take, RequestError for an adapter that is not held, and other
+        errors of the engine.
         """
 
     def cancel(self, request_id: str, index: int) -> None:
@@ -159,7 +161,7 @@ class EngineCoreClient:
                 item = await inbox.items.get()
                 if isinstance(item, Failed):
                     going.difference_update([key for key in going if key[0] == item.request_id])
-                    raise decode_error(item.problem, peer="engine")
+                    raise _error_of(item)
                 completion = (item.request_id, item.index)
                 if completion in going:  # otherwise `stop` has ended it already
                     if item.finish_reason is not None:
@@ -241,6 +243,13 @@ class EngineCoreClient:
                     reply.set_result(event.stats)
             elif event.request_id in self._inboxes:
                 self._inboxes[event.request_id].items.put_nowait(event)
+
+
+def _error_of(failed: Failed) -> WeightSyncError:
+    if not failed.unknown_model:
+        return decode_error(failed.problem, peer="engine")
+    why = str(decode_error(failed.problem))
+    return RequestError(why, status=404, param="model", code="model_not_found")
 
 
 METRICS_TIMEOUT_S = 2.0

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from weightsync.errors import NotReadyError, TransferTimeout, WeightSyncError
 from weightsync.queues.codec import TensorDecoder
+from weightsync.serve.adapter_leases import AdapterLeases
 from weightsync.serve.messages import (
     Cancel,
     ClientMessage,
@@ -25,6 +27,7 @@ from weightsync.serve.messages import (
     EngineStats,
     Event,
     Failed,
+    Forget,
     PauseMode,
     PauseState,
     StatsReply,
@@ -34,6 +37,7 @@ from weightsync.serve.messages import (
     WorkerState,
 )
 from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions, takes_images
+from weightsync.serve.requests import RequestError
 from weightsync.serve.scheduling import OwnedEvent, Owner, Scheduler
 from weightsync.serve.worker_group import WorkerGroup
 from weightsync.wire.problem import encode_error
@@ -270,6 +274,7 @@ class EngineCore:
         *,
         tensors: TensorIpcReceiver | None = None,
         scheduler: Scheduler | None = None,
+        adapters: AdapterLeases | None = None,
     ) -> None:
         self._clients = clients
         self._workers = workers
@@ -279,6 +284,7 @@ class EngineCore:
         )
         self._scheduler = scheduler or Scheduler(workers.card)
         self._readiness = ReplicaReadiness(workers.size)
+        self._adapters = adapters or AdapterLeases(workers.size, base=workers.card.name)
         self._pauses = PauseController()
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
@@ -342,6 +348,10 @@ class EngineCore:
             self._post(self._scheduler.fail_all(refusal))
         for owner, request in self._pauses.settle(self._scheduler.num_requests):
             self._fail(owner, request.request_id, self._pauses.overdue_error())
+        gone = self._adapters.unneeded(self._scheduler.adapters_in_use)
+        if gone:
+            self._scheduler.clear_cache(gone)
+            self._workers.send_to_all(Forget(keys=gone))
 
     def _handle_messages(self, timeout_ms: int) -> None:
         """Handle messages of API servers and workers; wait at most `timeout_ms` for the first."""
@@ -377,19 +387,25 @@ class EngineCore:
     def _submit(self, owner: Owner, request: EngineRequest) -> None:
         try:
             self._scheduler.check(request, ahead=self._pauses.late)
+            if request.adapter is not None:
+                found = self._adapters.find(request.adapter, request.adapter_version)
+                accepted = replace(request, adapter_version=found.version, adapter_key=found.key)
+            else:
+                accepted = request
             if self._pauses.mode is not None:
                 self._pauses.postpone(owner, request)
                 return
             refusal = self._readiness.refusal()
             if refusal is not None:
                 raise refusal
-            self._scheduler.submit(owner, request)
+            self._scheduler.submit(owner, accepted)
         except WeightSyncError as exc:
             self._fail(owner, request.request_id, exc)
 
     def _handle_worker(self, worker: int, message: WorkerMessage) -> None:
         if isinstance(message, WorkerState):
             self._readiness.note_state(worker, message)
+            self._adapters.note(worker, message.adapters)
             return
         assert isinstance(message, WorkerCall), "a worker registers before the core runs"
         if message.action == "pause":
@@ -416,8 +432,12 @@ class EngineCore:
             self._post(self._scheduler.abort_all())
 
     def _fail(self, owner: Owner, request_id: str, error: Exception) -> None:
-        problem = encode_error(error)
-        self._post([(owner, Failed(request_id=request_id, problem=problem))])
+        failed = Failed(
+            request_id=request_id,
+            problem=encode_error(error),
+            unknown_model=isinstance(error, RequestError),
+        )
+        self._post([(owner, failed)])
 
     def _post(self, posts: Iterable[OwnedEvent]) -> None:
         """Send each API server its events in one message."""
@@ -443,6 +463,7 @@ class EngineCore:
             versions=self._readiness.versions,
             stall_s=self._readiness.last_stall_s,
             why_not=str(refusal) if isinstance(refusal, NotReadyError) else "",
+            adapters=self._adapters.served,
         )
 
 
@@ -492,7 +513,12 @@ def main(ready: Ready, options: ServeOptions, addresses: Addresses, replica: int
         tensors = _tensor_queue(options) if takes_images(workers.card) else None
         try:
             scheduler = Scheduler(workers.card, max_rows=options.max_rows)
-            core = EngineCore(clients, workers, tensors=tensors, scheduler=scheduler)
+            adapters = AdapterLeases(
+                workers.size, kept=options.adapter_versions, base=workers.card.name
+            )
+            core = EngineCore(
+                clients, workers, tensors=tensors, scheduler=scheduler, adapters=adapters
+            )
 
             def on_term(_signal: int, _frame: FrameType | None) -> None:
                 core.stop()

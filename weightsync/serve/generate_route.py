@@ -6,6 +6,7 @@ import uuid
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
 
 from weightsync.errors import NotReadyError
 from weightsync.serve.completions import (
@@ -18,16 +19,17 @@ from weightsync.serve.completions import (
 )
 from weightsync.serve.engine_client import EngineClient
 from weightsync.serve.messages import NO_LOGPROBS, SamplingParams
-from weightsync.serve.openai_routes import add_openai_routes
+from weightsync.serve.openai_routes import add_openai_routes, served_model
 from weightsync.serve.requests import (
     GenerateRequest,
     GenerateResponse,
+    RequestError,
     decode_request,
 )
 from weightsync.serve.text import TokenizerService
 from weightsync.server.dispatcher import error_response, read_body
 from weightsync.server.router import schema_of
-from weightsync.wire.problem import MEDIA_TYPE, Problem
+from weightsync.wire.problem import MEDIA_TYPE, Problem, encode_problem, to_problem
 
 DEFAULT_MAX_BODY_NBYTES = 32 << 20
 RETRY_AFTER_S = 1
@@ -62,6 +64,9 @@ def generation_router(
         except ClientGoneError:
             return Response(status_code=GONE_STATUS)
         except Exception as exc:  # noqa: BLE001 - the edge: each error becomes a problem document
+            if isinstance(exc, RequestError):
+                document = replace(to_problem(exc), status=exc.status)
+                return Response(encode_problem(document), exc.status, media_type=MEDIA_TYPE)
             response = error_response(exc)
             if isinstance(exc, NotReadyError):
                 response.headers["retry-after"] = str(RETRY_AFTER_S)
@@ -93,6 +98,7 @@ async def _generate(engine: EngineClient, texts: TokenizerService, body: bytes) 
             logprobs=0 if request.logprobs else NO_LOGPROBS,
         ),
         stops=request.stop,
+        model=served_model(request.model, engine.card),
     )
     whole = await complete(engine, texts, work)
     completions = [part.completion(logprobs=request.logprobs) for part in whole]

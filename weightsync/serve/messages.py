@@ -50,7 +50,7 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` are token ids. `completions` are the indices of the rows' completions in their request,
     by default 0, 1, …. The first `reuse_length` tokens are taken from the kept prompt `reuse`; this
     prompt is kept as `keep_as`. `inputs` are more arguments of the model's first forward pass, by
-    name: pixel values, for instance.
+    name: pixel values, for instance. `adapter` is the key of an adapter's version, or "".
     """
 
     rows: list[RowId]
@@ -60,6 +60,7 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
     reuse: int | None = None
     reuse_length: int = 0
     keep_as: int | None = None
+    adapter: str = ""
     inputs: dict[str, Tensor] | None = None
 
 
@@ -133,6 +134,10 @@ class EngineRequest(_Tagged, frozen=True, kw_only=True, tag="request"):
 
     `inputs` are more arguments of the model's first forward pass, by name: pixel values, for
     instance. With `stop_at_end` False, generation continues after the model's end token.
+
+    `adapter` is the name of an adapter, None for the base model alone, and `adapter_version` its
+    version, None for the one in use. The core sets that, and `adapter_key`, when it accepts the
+    request.
     """
 
     request_id: str
@@ -141,6 +146,9 @@ class EngineRequest(_Tagged, frozen=True, kw_only=True, tag="request"):
     n: int = 1
     sampling_params: SamplingParams = SamplingParams()
     stop_at_end: bool = True
+    adapter: str | None = None
+    adapter_version: int | None = None
+    adapter_key: str = ""
     inputs: dict[str, Tensor] | None = None
 
 
@@ -167,8 +175,9 @@ class EngineOutput(_Tagged, frozen=True, kw_only=True, tag="output"):
     """The next token of completion `index` of a request, or the end of the completion.
 
     `version` is the version of the weights that made the token. `prompt_version` is the version
-    that read the prompt; it is older if a kept prompt was reused after an update. `token` is None
-    if the completion ends without another token. `logprob` and `top` are those of SampledToken.
+    that read the prompt; it is older if a kept prompt was reused after an update. With an adapter
+    both are the adapter's, and `base_version` is that of the base model. `token` is None if the
+    completion ends without another token. `logprob` and `top` are those of SampledToken.
     """
 
     request_id: str
@@ -176,16 +185,33 @@ class EngineOutput(_Tagged, frozen=True, kw_only=True, tag="output"):
     token: int | None = None
     version: int = 0
     prompt_version: int = 0
+    base_version: int | None = None
     logprob: float | None = None
     top: list[tuple[int, float]] = []
     finish_reason: FinishReason | None = None
 
 
 class Failed(_Tagged, frozen=True, kw_only=True, tag="failed"):
-    """The error that ended a request, as a problem document of weightsync.wire.problem."""
+    """The error that ended a request, as a problem document of weightsync.wire.problem.
+
+    `unknown_model`: the request names an adapter, or a version of it, that is not held.
+    """
 
     request_id: str
     problem: bytes
+    unknown_model: bool = False
+
+
+class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of an adapter that a worker holds. `key` is its name between processes.
+
+    A `retired` one was unloaded: no further request may use it.
+    """
+
+    name: str
+    version: int
+    key: str
+    retired: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +220,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `running` and `waiting` count completions. The totals count from the start of the replica.
     `versions` are the weight versions of its workers, one each. `stall_s` is how long the last
     update kept the replica from making a step, which the wait for its last step is part of.
+    `adapters` are the versions that requests may name, the newest of each adapter last.
     """
 
     running: int = 0
@@ -207,6 +234,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int] = []
     stall_s: float = 0.0
     why_not: str = ""
+    adapters: list[AdapterVersion] = []
 
 
 class StatsReply(_Tagged, frozen=True, kw_only=True, tag="stats_reply"):
@@ -240,7 +268,8 @@ class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
 class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     """The weights of a worker, and the reason why they may not be used ("": they may).
 
-    `weights_id` distinguishes weights of the same version. `released` ends a hold.
+    `weights_id` distinguishes weights of the same version. `released` ends a hold. `adapters` are
+    the versions of adapters that it holds, in the order of their commits.
     """
 
     version: int
@@ -248,6 +277,7 @@ class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     state: str = "READY"
     why_not: str = ""
     released: bool = False
+    adapters: list[AdapterVersion] = []
 
 
 class WorkerCall(_Tagged, frozen=True, kw_only=True, tag="call"):
@@ -286,4 +316,10 @@ class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
     paused: bool
 
 
-CoreMessage = Done | PauseState
+class Forget(_Tagged, frozen=True, kw_only=True, tag="forget"):
+    """Versions of adapters that no request uses any more, by key: the worker drops them."""
+
+    keys: list[str]
+
+
+CoreMessage = Done | PauseState | Forget

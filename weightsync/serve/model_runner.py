@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
@@ -132,17 +133,30 @@ _BATCH_TOKENS = 2048
 """The most tokens, padding included, of prompts that one forward pass reads."""
 
 
+class Adapters(Protocol):
+    """Has the model compute with a version of an adapter."""
+
+    def using(self, key: str) -> AbstractContextManager[object]:
+        """Compute with the version of this key inside the block. Raises ConfigError for no key."""
+
+
 class ModelRunner:
     """Executes steps on a model. The parameters may be overwritten in place between two steps.
+
+    The rows of each version of an adapter are computed by themselves: one forward pass per version
+    and step. `adapters` has them; without it no step may name any.
 
     `model` is a transformers causal language model in eval mode, or a tensor-parallel rank's shard
     of one. Only the rank with `samples` true samples tokens: rank 0. Raises ConfigError for an
     architecture without an attention cache. Use it from one thread.
     """
 
-    def __init__(self, model: Any, *, samples: bool = True) -> None:
+    def __init__(
+        self, model: Any, *, samples: bool = True, adapters: Adapters | None = None
+    ) -> None:
         self._model = CausalModel(model)
-        self._batch = BatchedKVCache(self._model.new_cache(), self._model.device)
+        self._adapters = adapters
+        self._batches: dict[str, BatchedKVCache] = {}
         self._kept: dict[int, CachedPrefix] = {}
         self._sampler = TokenSampler(self._model.device) if samples else None
 
@@ -162,22 +176,39 @@ class ModelRunner:
         return StepResult(number=step.number, version=version, sampled=chosen, refused=refused)
 
     def _drop(self, step: Step) -> None:
-        self._batch.drop(step.drop)
+        for key, batch in list(self._batches.items()):
+            batch.drop(step.drop)
+            if not batch.rows:
+                del self._batches[key]
         if self._sampler:
             self._sampler.drop(step.drop)
         for prompt in step.evict:
             self._kept.pop(prompt, None)
 
     def _decode(self, step: Step) -> list[SampledToken]:
-        batch = self._batch
-        assert sorted(step.rows) == sorted(batch.rows), "a step names every live row once"
+        rows = [row for batch in self._batches.values() for row in batch.rows]
+        assert sorted(step.rows) == sorted(rows), "a step names every live row once"
         token_of = dict(zip(step.rows, step.tokens, strict=True))
-        tokens = torch.tensor([[token_of[row]] for row in batch.rows], device=self._model.device)
-        logits = self._model.forward(tokens, batch.mask(), batch.positions(), batch.cache)
-        if step.rows != batch.rows:
-            place_of = {row: place for place, row in enumerate(batch.rows)}
+        found = []
+        for key, batch in self._batches.items():
+            tokens = self._tensor([[token_of[row]] for row in batch.rows])
+            with self._using(key):
+                found.append(
+                    self._model.forward(tokens, batch.mask(), batch.positions(), batch.cache)
+                )
+        logits = found[0] if len(found) == 1 else torch.cat(found)
+        if step.rows != rows:
+            place_of = {row: place for place, row in enumerate(rows)}
             logits = logits[[place_of[row] for row in step.rows]]
         return self._sample(step.rows, logits)
+
+    def _using(self, key: str) -> AbstractContextManager[object]:
+        """Compute with the version of an adapter, "": with the base model alone."""
+        if not key:
+            return nullcontext()
+        if self._adapters is None:
+            raise ConfigError(f"this server has no adapters, and was asked for {key!r:.120}")
+        return self._adapters.using(key)
 
     def _sample(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
         return self._sampler.sample(rows, logits) if self._sampler else []
@@ -208,9 +239,9 @@ class ModelRunner:
         mask = self._tensor([[0] * pad + [1] * (width - pad) for pad in pads])
         tokens = [[0] * pad + new.prompt for pad, new in zip(pads, prompts, strict=True)]
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        found = self._model.forward(
-            self._tensor(tokens)[:, reused:], mask, positions[:, reused:], cache, prompts[0].inputs
-        )
+        given = self._tensor(tokens)[:, reused:], mask, positions[:, reused:], cache
+        with self._using(prompts[0].adapter):
+            found = self._model.forward(*given, prompts[0].inputs)
         logits.update(zip(places, found, strict=True))
         self._keep(prompts, cache)
         self._join(prompts, cache, pads)
@@ -236,7 +267,10 @@ class ModelRunner:
         if len(owners) > len(prompts):
             cache.batch_select_indices(self._tensor(owners))
         rows = [row for new in prompts for row in new.rows]
-        self._batch.join(rows, cache, [pads[i] for i in owners])
+        key = prompts[0].adapter
+        if key not in self._batches:
+            self._batches[key] = BatchedKVCache(self._model.new_cache(), self._model.device)
+        self._batches[key].join(rows, cache, [pads[i] for i in owners])
 
     def _sample_first(
         self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]
@@ -256,13 +290,23 @@ class ModelRunner:
 
 
 def _groups(prompts: Sequence[NewRows]) -> list[list[int]]:
-    """Group prompts of similar length for one forward pass; some prompts form their own group."""
+    """Group prompts of similar length for one forward pass; some prompts form their own group.
+
+    All prompts of a group have the same version of an adapter.
+    """
     groups: list[list[int]] = []
     alone: list[list[int]] = []
-    for place, new in sorted(enumerate(prompts), key=lambda entry: len(entry[1].prompt)):
+    for place, new in sorted(
+        enumerate(prompts), key=lambda entry: (entry[1].adapter, len(entry[1].prompt))
+    ):
+        last = [prompts[i] for i in groups[-1]] if groups else []
         if new.inputs or new.reuse is not None:
             alone.append([place])
-        elif groups and _fits(len(new.prompt), [len(prompts[i].prompt) for i in groups[-1]]):
+        elif (
+            last
+            and last[0].adapter == new.adapter
+            and _fits(len(new.prompt), [len(other.prompt) for other in last])
+        ):
             groups[-1].append(place)
         else:
             groups.append([place])

@@ -337,13 +337,17 @@ class ChatChunk(_Response, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model. `max_model_len` is the most tokens of a prompt and its completion."""
+    """A served model. `max_model_len` is the most tokens of a prompt and its completion.
+
+    `parent` is the base model of an adapter.
+    """
 
     id: str
     created: int
     max_model_len: int
     object: Literal["model"] = "model"
     owned_by: str = "weightsync"
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from weightsync.serve.completions import (
     while_connected,
 )
 from weightsync.serve.engine_client import EngineClient
-from weightsync.serve.messages import NO_LOGPROBS, SamplingParams
+from weightsync.serve.messages import NO_LOGPROBS, ModelCard, SamplingParams
 from weightsync.serve.openai_protocol import (
     AssistantMessage,
     ChatChoice,
@@ -61,7 +61,7 @@ from weightsync.serve.openai_protocol import (
     decode_openai,
     openai_error,
 )
-from weightsync.serve.requests import RequestError
+from weightsync.serve.requests import ModelName, RequestError
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.vision import ImagePreparer, read_images
 from weightsync.server.dispatcher import BodyError, read_body
@@ -351,13 +351,22 @@ class _OpenAIRoutes:
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """List the served model."""
-        return _json(ModelList(data=[self._entry()]))
+        """List the served model, and its adapters with the versions that requests may name."""
+        return _json(ModelList(data=await self._entries()))
 
     async def model(self, request: Request) -> Response:
-        """Describe the served model, by its name."""
-        self._check_model(request.path_params["model"])
-        return _json(self._entry())
+        """Describe the served model, or an adapter, by its name."""
+        name, card = request.path_params["model"], self._engine.card
+        wanted = card.name if name == card.directory else name
+        for entry in await self._entries():
+            if entry.id == wanted:
+                return _json(entry)
+        raise RequestError(
+            f"model {name!r} is not served here; use {card.name!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts. Each choice has the weight versions of its tokens."""
@@ -373,12 +382,26 @@ class _OpenAIRoutes:
         body = await read_body(request, self._max_body_nbytes)
         return await self._texts.run(lambda: decode_openai(body, kind), len(body))
 
-    def _entry(self) -> ModelEntry:
+    async def _entries(self) -> list[ModelEntry]:
+        """The base model, and what every replica holds of adapters."""
         card = self._engine.card
-        return ModelEntry(id=card.name, created=self._started, max_model_len=card.max_length)
+        replicas = [
+            [name for held in stats.adapters for name in (held.name, f"{held.name}@{held.version}")]
+            for stats in await self._engine.stats()
+        ]
+        first = replicas[0] if replicas else []
+        names = [name for name in first if all(name in other for other in replicas)]
+        return [
+            ModelEntry(
+                id=name,
+                created=self._started,
+                max_model_len=card.max_length,
+                parent=None if name == card.name else card.name,
+            )
+            for name in dict.fromkeys([card.name, *names])
+        ]
 
     async def _complete(self, parsed: CompletionRequest) -> Response:
-        self._check_model(parsed.model)
         max_tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
         prompts = await read_prompts(
             self._texts,
@@ -387,22 +410,22 @@ class _OpenAIRoutes:
             n=parsed.n or 1,
             max_new_tokens=max_tokens,
         )
-        work = _work(parsed, "cmpl", prompts, max_tokens, parsed.logprobs)
+        work = self._work(parsed, "cmpl", prompts, max_tokens, parsed.logprobs)
         return await self._answer(parsed, work, CompletionResponses)
 
     async def _chat(self, parsed: ChatRequest) -> Response:
-        self._check_model(parsed.model)
         prompt = await chat_prompt(self._texts, parsed.messages)
         room = max(1, self._engine.card.max_length - len(prompt.token_ids))
         max_tokens = parsed.max_completion_tokens or parsed.max_tokens or room
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
-        work = _work(parsed, "chatcmpl", [prompt], max_tokens, logprobs)
+        work = self._work(parsed, "chatcmpl", [prompt], max_tokens, logprobs)
         return await self._answer(parsed, work, ChatResponses)
 
     async def _answer(
         self, parsed: OpenAIRequest, work: GenerationRequest, kind: type[Responses]
     ) -> Response:
-        responses = kind(self._texts, work, parsed, self._engine.card.name)
+        name = (parsed.model or "") if work.model.adapter is not None else self._engine.card.name
+        responses = kind(self._texts, work, parsed, name)
         if parsed.stream:
             return EventStream(await begun(self._events(parsed, work, responses)))
         return _json(responses.whole(await complete(self._engine, self._texts, work)))
@@ -426,16 +449,37 @@ class _OpenAIRoutes:
             yield event(msgspec.json.encode(_logged_error(exc)[1]))
         yield _DONE
 
-    def _check_model(self, name: str | None) -> None:
-        served = self._engine.card.name
-        # The argument of `serve --model` is accepted too: users know the model by it.
-        if name is not None and name not in (served, self._engine.card.directory):
-            raise RequestError(
-                f"model {name!r} is not served here; use {served!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+    def _work(
+        self,
+        parsed: CompletionRequest | ChatRequest,
+        prefix: str,
+        prompts: list[Prompt],
+        max_tokens: int,
+        logprobs: int | None,
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"{prefix}-{uuid.uuid4().hex}",
+            prompts=prompts,
+            max_new_tokens=max_tokens,
+            n=parsed.n or 1,
+            sampling_params=SamplingParams(
+                temperature=1.0 if parsed.temperature is None else parsed.temperature,
+                top_p=1.0 if parsed.top_p is None else parsed.top_p,
+                seed=None if parsed.seed is None else parsed.seed & _SEED_MASK,
+                logprobs=NO_LOGPROBS if logprobs is None else logprobs,
+            ),
+            stops=parsed.stops,
+            stop_at_end=not parsed.ignore_eos,
+            model=served_model(parsed.model, self._engine.card),
+        )
+
+
+def served_model(name: str | None, card: ModelCard) -> ModelName:
+    """Return what `model` in a request names.
+
+    The argument of `serve --model` is accepted too: users know the model by it.
+    """
+    return ModelName.parse(name, (card.name, card.directory))
 
 
 async def _no_route(request: Request) -> Response:
@@ -450,29 +494,6 @@ async def _no_route(request: Request) -> Response:
     response = _error_response(exc)
     response.headers["allow"] = right
     return response
-
-
-def _work(
-    parsed: OpenAIRequest,
-    prefix: str,
-    prompts: list[Prompt],
-    max_tokens: int,
-    logprobs: int | None,
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=f"{prefix}-{uuid.uuid4().hex}",
-        prompts=prompts,
-        max_new_tokens=max_tokens,
-        n=parsed.n or 1,
-        sampling_params=SamplingParams(
-            temperature=1.0 if parsed.temperature is None else parsed.temperature,
-            top_p=1.0 if parsed.top_p is None else parsed.top_p,
-            seed=None if parsed.seed is None else parsed.seed & _SEED_MASK,
-            logprobs=NO_LOGPROBS if logprobs is None else logprobs,
-        ),
-        stops=parsed.stops,
-        stop_at_end=not parsed.ignore_eos,
-    )
 
 
 def _add(

@@ -43,7 +43,7 @@ class ServeOptions:
     line for each update, and with `access_log` every request to stdout. `ssl_certfile` (PEM, with
     its chain) turns on HTTPS; its key, without passphrase, is in the same file or in `ssl_keyfile`.
     The workers fetch their weights from the first of `weights_from`, URLs of servers, that can send
-    them.
+    them. `adapter_versions` of each adapter stay for requests to come.
     """
 
     model: str
@@ -62,6 +62,7 @@ class ServeOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     weights_from: tuple[str, ...] = ()
+    adapter_versions: int = 2
 
     def __post_init__(self) -> None:
         workers = self.data_parallel * self.tensor_parallel
@@ -71,6 +72,7 @@ class ServeOptions:
             "tensor_parallel": (self.tensor_parallel, MAX_WORKERS),
             "data_parallel x tensor_parallel": (workers, MAX_WORKERS),
             "max_rows": (self.max_rows, 1 << 16),
+            "adapter_versions": (self.adapter_versions, 1 << 20),
             "threads": (1 if self.threads is None else self.threads, 1024),
         }
         for name, (count, most) in counts.items():

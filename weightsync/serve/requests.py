@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -19,11 +20,15 @@ StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids."""
+    """The body of `POST /generate`: asks for `n` completions of every prompt, text or token ids.
+
+    `model` is the served model (None, too), an adapter's name, or `name@version`.
+    """
 
     prompts: Annotated[
         list[PromptText | PromptTokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
     ]
+    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
     """0 chooses the likeliest token."""
@@ -34,23 +39,56 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=16)] = ()
 
 
-class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens from `start` up to `stop` of a completion, made by weights of `version`."""
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tokens from `start` up to `stop` of a completion, made by weights of `version`.
+
+    With an adapter that is its version, and `base_version` the one of the model below it.
+    """
 
     version: int
     start: int
     stop: int
+    base_version: int | None = None
 
 
-def spans(versions: Sequence[int], start: int = 0) -> list[VersionSpan]:
-    """Return spans of equal versions. The first version is the one of token `start`."""
+def spans(
+    versions: Sequence[int], start: int = 0, *, bases: Sequence[int | None] = ()
+) -> list[VersionSpan]:
+    """Return spans of equal versions. The first version is the one of token `start`.
+
+    `bases` has the base version of each token, where an adapter made them.
+    """
+    made = list(zip(versions, bases or [None] * len(versions), strict=True))
     found: list[VersionSpan] = []
     begin = 0
-    for at in range(1, len(versions) + 1):
-        if at == len(versions) or versions[at] != versions[begin]:
-            found.append(VersionSpan(version=versions[begin], start=start + begin, stop=start + at))
+    for at in range(1, len(made) + 1):
+        if at == len(made) or made[at] != made[begin]:
+            version, base = made[begin]
+            found.append(
+                VersionSpan(
+                    version=version, start=start + begin, stop=start + at, base_version=base
+                )
+            )
             begin = at
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """What `model` in a request names: the base model (None) or an adapter, perhaps a version."""
+
+    adapter: str | None = None
+    version: int | None = None
+
+    @classmethod
+    def parse(cls, model: str | None, base: Collection[str]) -> ModelName:
+        """Return what a name names: one of `base`, `adapter` or `adapter@7`; None is the base."""
+        if model is None or model in base:
+            return cls()
+        name, at, version = model.rpartition("@")
+        if name and at and version.isdecimal() and version.isascii() and len(version) < 20:
+            return cls(name, int(version))
+        return cls(model)
 
 
 class RequestError(ConfigError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -32,6 +32,7 @@ MIN_SHARED_TOKENS = 16
 @dataclass(slots=True)
 class _Kept:
     tokens: tuple[int, ...]
+    adapter: str = ""
     version: int | None = None
     """Version of the weights that read the first token; None until the prompt was read."""
 
@@ -77,14 +78,15 @@ class PrefixCache:
         """Whether the workers still have prompts that were evicted."""
         return bool(self._evicted)
 
-    def find(self, prompt: list[int]) -> PrefixMatch | None:
+    def find(self, prompt: list[int], adapter: str = "") -> PrefixMatch | None:
         """Return the kept prompt that shares the longest prefix with this one.
 
+        Only one that the same version of an adapter has read, by its key ("": the base model).
         The last token of a prompt is always read again: its logits give the first new token.
         """
         best: PrefixMatch | None = None
         for key, kept in self._kept.items():
-            if kept.version is None:
+            if kept.version is None or kept.adapter != adapter:
                 continue
             length = min(_shared(kept.tokens, prompt), len(prompt) - 1)
             if length >= self._min_shared and (best is None or length > best.length):
@@ -93,14 +95,16 @@ class PrefixCache:
             self._kept.move_to_end(best.key)
         return best
 
-    def add(self, prompt: list[int]) -> int | None:
+    def add(self, prompt: list[int], adapter: str = "") -> int | None:
         """Return a new key for a prompt that will be read, or None if it is not to be kept."""
         tokens = tuple(prompt)
-        known = any(kept.tokens == tokens for kept in self._kept.values())
+        known = any(
+            (kept.tokens, kept.adapter) == (tokens, adapter) for kept in self._kept.values()
+        )
         if known or not self._min_shared < len(prompt) <= self._max_tokens:
             return None
         self._next += 1
-        self._kept[self._next] = _Kept(tokens)
+        self._kept[self._next] = _Kept(tokens, adapter)
         self._shrink(spare=self._next)
         return self._next
 
@@ -112,10 +116,11 @@ class PrefixCache:
         elif key in self._kept:
             self._kept[key].version = version
 
-    def clear(self) -> None:
-        """Evict all prompts."""
-        for key in list(self._kept):
-            self._evict(key)
+    def clear(self, adapters: Collection[str] | None = None) -> None:
+        """Evict all prompts, or those that these versions of adapters have read."""
+        for key, kept in list(self._kept.items()):
+            if adapters is None or kept.adapter in adapters:
+                self._evict(key)
 
     def take_evicted(self) -> list[int]:
         """Return the keys of evicted prompts, each of them once."""
@@ -162,6 +167,11 @@ class _Row:
     token: int = 0
     count: int = 0
     prompt_version: int = 0
+
+    def version(self, of_base: int) -> int:
+        """The version of what generates: of the adapter, or of the base model without one."""
+        of_adapter = self.request.adapter_version
+        return of_base if of_adapter is None else of_adapter
 
 
 @dataclass(slots=True)
@@ -270,9 +280,14 @@ class Scheduler:
             self._forget(key)
         return list[OwnedEvent](posts)
 
-    def clear_cache(self) -> None:
-        """Stop the reuse of all prompts that were read so far."""
-        self._kept.clear()
+    def clear_cache(self, adapters: Collection[str] | None = None) -> None:
+        """Stop the reuse of prompts that were read so far: all, or those of these adapters."""
+        self._kept.clear(adapters)
+
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """The keys of the versions of adapters that unfinished requests use."""
+        return {found.request.adapter_key for found in self._requests.values()} - {""}
 
     def next_step(self) -> Step | None:
         """Return the next step, or None when there is no work."""
@@ -307,7 +322,7 @@ class Scheduler:
             version = result.version if reused_version is None else reused_version
             for row in group.rows:
                 if row in self._rows:
-                    self._rows[row].prompt_version = version
+                    self._rows[row].prompt_version = self._rows[row].version(version)
             if group.keep_as is not None:
                 self._kept.read(group.keep_as, version if read else None)
         self._reading.clear()
@@ -370,7 +385,8 @@ class Scheduler:
             self._requests[key].rows[index] = row
             self._rows[row] = _Row(key, index, read)
         # The token ids do not contain the images, so equal ids may be different prompts.
-        known = self._kept.find(request.prompt) if request.inputs is None else None
+        adapter, cached = request.adapter_key, request.inputs is None
+        known = self._kept.find(request.prompt, adapter) if cached else None
         group = NewRows(
             rows=list(rows),
             completions=list(wanted),
@@ -378,7 +394,8 @@ class Scheduler:
             sampling_params=request.sampling_params,
             reuse=known.key if known else None,
             reuse_length=known.length if known else 0,
-            keep_as=self._kept.add(request.prompt) if request.inputs is None else None,
+            keep_as=self._kept.add(request.prompt, adapter) if cached else None,
+            adapter=adapter,
             inputs=request.inputs,
         )
         self._reading.append((group, known.version if known else None))
@@ -404,8 +421,9 @@ class Scheduler:
             request_id=row.key[1],
             index=row.index,
             token=chosen.token,
-            version=version,
+            version=row.version(version),
             prompt_version=row.prompt_version,
+            base_version=version if row.request.adapter_key else None,
             logprob=chosen.logprob,
             top=chosen.top,
             finish_reason=finish,

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,20 +25,25 @@ import zmq.asyncio
 from weightsync import WeightReceiver, fetch
 from weightsync.cuda import devices
 from weightsync.errors import (
+    ConfigError,
     PeerLostError,
     TransferCancelled,
     TransferError,
     TransferTimeout,
     WeightSyncError,
 )
+from weightsync.integrations.adapter_paths import adapter_of
+from weightsync.integrations.module_adapters import AdaptedModule, ModuleAdapters
 from weightsync.queues.message_queue import MessageQueue, QueueHandle
 from weightsync.serve import links
 from weightsync.serve.links import end_process
 from weightsync.serve.messages import (
     READS,
     Action,
+    AdapterVersion,
     CoreMessage,
     Done,
+    Forget,
     Hello,
     ModelCard,
     PauseMode,
@@ -52,7 +57,7 @@ from weightsync.serve.model import LoadedModel, load_for_worker, worker_device
 from weightsync.serve.model_runner import ModelRunner
 from weightsync.serve.options import Addresses, Ready, ServeOptions
 from weightsync.serve.worker_group import step_codec, step_queue, worker_identity
-from weightsync.wire.messages import UpdateRecord
+from weightsync.wire.messages import UNLOAD_CALL, UpdateRecord
 from weightsync.wire.problem import decode_error, encode_error
 
 logger = logging.getLogger(__name__)
@@ -94,6 +99,7 @@ class WorkerLink:
         self._sent_at = 0.0
         self._read_state: ReadState = _not_served
         self._on_paused: Callable[[bool], None] = _not_served
+        self._on_forget: Callable[[Sequence[str]], None] = _not_served
         self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
         self._interrupts = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="interrupt")
         self._reads = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="read")
@@ -115,13 +121,18 @@ class WorkerLink:
         return steps
 
     def serve(
-        self, handle: Handle, read_state: ReadState, on_paused: Callable[[bool], None]
+        self,
+        handle: Handle,
+        read_state: ReadState,
+        on_paused: Callable[[bool], None],
+        on_forget: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         """Start to handle calls of API servers, and to send the worker's state to the core.
 
-        `read_state()` is sent when it changes. `on_paused` gets whether the replica is paused.
+        `read_state()` is sent when it changes. `on_paused` gets whether the replica is paused,
+        `on_forget` the keys of versions of adapters that no request uses any more.
         """
-        self._read_state, self._on_paused = read_state, on_paused
+        self._read_state, self._on_paused, self._on_forget = read_state, on_paused, on_forget
         self._wait(self._begin(handle), 10.0, "serve")
 
     def hold(self, timeout_s: float) -> None:
@@ -248,6 +259,8 @@ class WorkerLink:
     def _take(self, message: CoreMessage) -> None:
         if isinstance(message, PauseState):
             self._on_paused(message.paused)
+        elif isinstance(message, Forget):
+            self._on_forget(message.keys)
         elif message.call in self._calls and not self._calls[message.call].done():
             self._calls[message.call].set_result(message)
 
@@ -273,6 +286,7 @@ class WorkerLink:
 
     def _pool_of(self, call: str) -> ThreadPoolExecutor:
         """Return the threads of a call, so that loads do not block aborts, resumes and reads."""
+        call = call.rpartition("/")[2]  # of an adapter's receiver
         if call in _INTERRUPTS:
             return self._interrupts
         return self._reads if call in READS else self._loads
@@ -353,12 +367,17 @@ class Worker:
             on_hold=self._link.hold,
             on_release=self._release,
         )
-        self._runner = ModelRunner(loaded.model, samples=rank == 0)
         self.card = loaded.card(options.model)
+        self._adapters = WorkerAdapters(
+            loaded.model, taken=(self.card.name, options.model), shards=options.tensor_parallel
+        )
+        self._runner = ModelRunner(loaded.model, samples=rank == 0, adapters=self._adapters)
         self._results = step_queue(1)
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(steps, rank, codec=step_codec())
-        self._link.serve(self._handle, self._state, self.receiver.show_paused)
+        self._link.serve(
+            self._handle, self._state, self.receiver.show_paused, self._adapters.forget
+        )
 
     def fetch(self, sources: Sequence[str]) -> None:
         """Take the weights of the first of these servers that can send them, if there are any."""
@@ -386,21 +405,34 @@ class Worker:
         """Close the link, the receiver and the queues."""
         self._link.close()  # first, to end an update that waits for the core
         self.receiver.close()
+        self._adapters.close()
         self._steps.close()
         self._results.close()
 
     def _handle(self, call: str, body: bytes) -> bytes:
-        before = self.receiver.open_update
+        """Handle a call to the model's receiver, or to that of an adapter: `adapters/NAME/call`."""
+        path, _, call = call.rpartition("/")
+        if not path:
+            return self._handle_one(self.receiver, "", call, body)
+        name = adapter_of(path)
+        if call == UNLOAD_CALL:
+            self._adapters.unload(name)
+            self._log(f"adapter {name} is unloaded")
+            return b"{}"
+        return self._handle_one(self._adapters.receiver(name), f"{name}: ", call, body)
+
+    def _handle_one(self, receiver: WeightReceiver, name: str, call: str, body: bytes) -> bytes:
+        before = receiver.open_update
         try:
-            reply = self.receiver.handle_json(call, body)
+            reply = receiver.handle_json(call, body)
         except WeightSyncError as exc:
             if call in _OF_UPDATES:
-                self._log(f"{call} failed: {exc}", logging.WARNING)
+                self._log(f"{name}{call} failed: {exc}", logging.WARNING)
             raise
         if call == "finish_weight_update":
-            self._log(_committed(self.receiver.recent_updates[-1]))
-        elif call == "abort_weight_update" and before and self.receiver.open_update is None:
-            self._log(f"update {before.update_id} is aborted; version {self.receiver.version}")
+            self._log(name + _committed(receiver.recent_updates[-1]))
+        elif call == "abort_weight_update" and before and receiver.open_update is None:
+            self._log(f"{name}update {before.update_id} is aborted; version {receiver.version}")
         return reply
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
@@ -418,7 +450,43 @@ class Worker:
             weights_id=status.weights_id or "",
             state=status.state,
             why_not="" if status.may_generate else status.detail or status.state,
+            adapters=self._adapters.held(),
         )
+
+
+class WorkerAdapters:
+    """The adapters of one worker: their receivers, and the versions that its steps compute with.
+
+    `taken` are the names of the base model. A shard of a model (`shards` above 1) takes none.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, taken: Sequence[str], shards: int) -> None:
+        self._versions = ModuleAdapters(model, taken=taken)
+        self._module = AdaptedModule(model)
+        self._shards = shards
+        self.unload = self._versions.unload
+        self.forget = self._versions.forget
+        self.close = self._versions.close
+
+    def receiver(self, name: str) -> WeightReceiver:
+        """Return the receiver of an adapter. Raises ConfigError for one that cannot be."""
+        if self._shards > 1:
+            raise ConfigError(
+                f"a server with --tensor-parallel {self._shards} takes no adapter: start it with "
+                "whole models (--data-parallel), or send the merged model, with MergedSource"
+            )
+        return self._versions.receiver(name)
+
+    def held(self) -> list[AdapterVersion]:
+        """Return the versions that are held, in the order of their commits."""
+        return [
+            AdapterVersion(name=one.name, version=one.version, key=one.key, retired=one.retired)
+            for one in self._versions.held()
+        ]
+
+    def using(self, key: str) -> AbstractContextManager[object]:
+        """Compute with a version inside the block; see model_runner.Adapters."""
+        return self._module.using(self._versions.get(key))
 
 
 def main(

@@ -87,13 +87,14 @@ class WorkerClient:
 
 
 class RemoteWorker(RemoteReceiver):
-    """A worker's WeightReceiver, for the routes of an API server."""
+    """A worker's WeightReceiver, or the one at the path `below`, for an API server's routes."""
 
-    def __init__(self, client: WorkerClient, worker: int) -> None:
+    def __init__(self, client: WorkerClient, worker: int, below: str = "") -> None:
         self._client = client
         self._worker = worker
+        self._below = f"{below}/" if below else ""
 
     def handle_json(self, call: str, body: bytes) -> bytes:
         """Send the JSON of a request as it is: the worker checks it. Raises the worker's error."""
         timeout_s = READ_TIMEOUT_S if call in READS else CALL_TIMEOUT_S
-        return self._client.call(self._worker, call, body, timeout_s)
+        return self._client.call(self._worker, self._below + call, body, timeout_s)

@@ -39,7 +39,14 @@ from weightsync.transports.tokens import (
     token_from_environment,
 )
 from weightsync.wire import codec
-from weightsync.wire.messages import CALL_OF, AbortRequest, Reply, Request, StatusRequest
+from weightsync.wire.messages import (
+    CALL_OF,
+    UNLOAD_CALL,
+    AbortRequest,
+    Reply,
+    Request,
+    StatusRequest,
+)
 from weightsync.wire.problem import decode_problem, error_of
 
 logger = logging.getLogger(__name__)
@@ -394,6 +401,14 @@ class HttpTransport(BaseTransport):
         (transport,) = self.expand([path])
         self.close()
         return transport
+
+    def unload(self, timeout_s: float) -> None:
+        """Have the server forget the receiver at this URL; see BaseTransport."""
+        status, answer = self._exchange(UNLOAD_CALL, b"{}", timeout_s)
+        if status == 404:
+            super().unload(timeout_s)
+        if status != 200:
+            raise self._error(UNLOAD_CALL, status, answer)
 
     def close(self) -> None:
         """Close the connections that are not in use; those in use close after their call."""

@@ -572,6 +572,8 @@ class WorkerReport(ReplyMessage, frozen=True, kw_only=True):
 
 REPORT_CALL = "worker_report"
 """The call of `handle_json` for a WorkerReport. No transport has it."""
+UNLOAD_CALL = "unload"
+"""The call by which a server forgets a receiver below its URL; its body and reply are `{}`."""
 
 REPLIES: dict[str, type[Message]] = {
     "init_weight_transfer_engine": InitReply,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.integrations.adapters import adapter_of, adapter_path
+from weightsync.integrations.adapter_paths import adapter_of, adapter_path
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of, request_of
 from weightsync.integrations.vllm.adapter_versions import SERVED

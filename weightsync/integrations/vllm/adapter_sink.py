@@ -10,30 +10,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from weightsync.errors import ConfigError, ManifestMismatchError, shorten
-from weightsync.integrations.adapters import CONFIG_NAME, config_spec, decode_config, unsupported
+from weightsync.errors import ConfigError, shorten
+from weightsync.integrations.adapter_sink import AdapterSink, LoraPair, LoraPairs, other_base
 from weightsync.integrations.vllm.adapter_names import AdapterPath
 from weightsync.integrations.vllm.adapter_versions import is_ours
 from weightsync.receiver import WeightReceiver
-from weightsync.specs import Manifest, ManifestDifference, TensorSpec
-from weightsync.tensors import from_bytes
-from weightsync.weights.copying import arena
-from weightsync.weights.copying.copy_plan import Memory
-from weightsync.weights.copying.layout import StreamLayout
-from weightsync.weights.sinks.base import Apply, LoadTarget, WeightSink
+from weightsync.specs import Manifest
 
-_ON_CPU = torch.device("cpu")
 _START = "start it with --enable-lora (enable_lora=True), and --max-lora-rank of the adapter's rank"
 
 
@@ -68,7 +60,7 @@ class WorkerAdapters:
     def receiver(self, name: str) -> WeightReceiver:
         """Return the receiver of an adapter; the first call makes it."""
         if name not in self._receivers:
-            sink = AdapterSink(self._manager)
+            sink = VllmAdapterSink(self._manager)
 
             def commit(version: int) -> None:
                 self._commit(name, version, sink.take())
@@ -140,58 +132,33 @@ def cloned(model: LoRAModel, adapter_id: int) -> LoRAModel:
     return made
 
 
-class AdapterSink(WeightSink):
-    """Takes the tensors of a PEFT checkpoint and its config, and builds vLLM's LoRAModel of them.
+class VllmAdapterSink(AdapterSink):
+    """Builds vLLM's LoRAModel of an adapter that is sent."""
 
-    Before any byte moves, names and shapes are compared with the layers to which vLLM adds LoRA.
-    What only the config tells is refused when the update is staged.
-    """
-
-    verification = "arrived"
-    casts = True
-    fetchable = False
+    server = "this vLLM"
 
     def __init__(self, manager: Any) -> None:
+        super().__init__()
         self._manager = manager
         self._built: Built | None = None
-        self._fitting = ""
 
-    @property
-    def device(self) -> torch.device:
-        """The host: vLLM copies an adapter to its device when a step needs it."""
-        return _ON_CPU
+    def check(self, offered: Manifest) -> None:
+        """Raise ManifestMismatchError for what this vLLM does not take."""
+        _Check(self._manager).check(offered)
 
-    def difference(self, offered: Manifest) -> ManifestDifference:
-        """Return no difference. Raises ManifestMismatchError for what this vLLM does not take."""
-        if offered.digest != self._fitting:  # an update asks more than once
-            config_spec(offered)
-            _Check(self._manager).check(offered)
-            self._fitting = offered.digest
-        return ManifestDifference()
-
-    def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
-        """Stage the stream until `commit`."""
-        self.difference(layout.manifest)
-        return _AdapterTarget(self, layout)
-
-    def staged_nbytes(self, layout: StreamLayout) -> int:
-        """The stream, and the adapter that is built of it."""
-        return 2 * layout.nbytes
-
-    def build(self, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
+    def build(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], digest: str
+    ) -> None:
         """Build the adapter of an update. Raises ConfigError for a config that vLLM refuses."""
-        config = decode_config(bytes(tensors[CONFIG_NAME].tolist()))
-        if refused := unsupported(config):
-            raise ConfigError(f"vLLM does not compute {', '.join(refused)}")
         manager = self._manager
         model = manager._adapter_manager.model
         positions = {"vllm_max_position_embeddings": manager.max_position_embeddings}
         try:
-            helper = PEFTHelper.from_dict(config | positions)
+            helper = PEFTHelper.from_dict({**config, **positions})
             helper.validate_legal(manager.lora_config)
             built = LoRAModel.from_lora_tensors(
                 1,
-                {name: tensor for name, tensor in tensors.items() if name != CONFIG_NAME},
+                dict(tensors),
                 helper,
                 device="cpu",
                 dtype=manager.lora_config.lora_dtype,
@@ -224,36 +191,6 @@ def renames_of(model: Any) -> Any:
     return mapper if only_renames is None else only_renames()
 
 
-class _AdapterTarget(LoadTarget):
-    """Stages the stream of an adapter; what is built of it has its own memory."""
-
-    users_own = False
-
-    def __init__(self, sink: AdapterSink, layout: StreamLayout) -> None:
-        self._sink = sink
-        self._specs = layout.manifest.specs
-        self._digest = layout.manifest.digest
-        self._flat = arena.allocate(layout.nbytes, _ON_CPU)
-        memory = Memory.of_stream(layout, self._flat)
-        self.memory: Memory = memory
-        self.peak_extra_nbytes = sink.staged_nbytes(layout)
-
-    def validate(self) -> None:
-        """Build the adapter: what vLLM refuses ends the update before its commit."""
-        digest = xxhash.xxh3_64(self._digest.encode())
-        tensors = {}
-        for spec, flat in zip(self._specs, self.memory.tensors, strict=True):
-            digest.update(flat.numpy().data)
-            tensors[spec.name] = from_bytes(flat.clone(), spec)
-        self._sink.build(tensors, digest.hexdigest())
-
-    def commit(self) -> None:
-        """Do nothing: the receiver's `on_commit` takes what was built."""
-
-
-_OF_ADAPTER = re.compile(r"\.lora_([AB])\.weight|\.lora_embedding_([AB])")
-
-
 class _Check:
     """Compares the tensors of an adapter with the layers to which this worker's vLLM adds LoRA."""
 
@@ -275,63 +212,28 @@ class _Check:
 
     def check(self, offered: Manifest) -> None:
         """Raise ManifestMismatchError, which names every tensor that is not taken, and why."""
-        wrong: dict[str, list[str]] = {}
-        parts: dict[str, dict[str, TensorSpec]] = {}
-        for spec in offered.specs:
-            if spec.name == CONFIG_NAME or any(f".{p}" in spec.name for p in self._skipped):
-                continue
-            found = _OF_ADAPTER.search(spec.name)
-            if found is None or found.end() != len(spec.name) or len(spec.shape) not in (2, 3):
-                wrong.setdefault(_kind_of(spec.name), []).append(spec.name)
-                continue
-            parts.setdefault(spec.name[: found.start()], {})[found[1] or found[2]] = spec
-        for prefix, pair in parts.items():
-            name = prefix + next(_OF_ADAPTER.finditer(next(iter(pair.values())).name))[0]
-            if len(pair) < 2:
-                wrong.setdefault("A without B, or B without A", []).append(prefix)
-                continue
-            why = self._refusal(name, pair["A"], pair["B"])
+        found = LoraPairs.of(offered, lambda name: any(f".{p}" in name for p in self._skipped))
+        for pair in found:
+            why = self._refusal(pair)
             if why:
-                wrong.setdefault(why, []).append(prefix.removeprefix("base_model.model."))
-        if wrong:
-            reasons = "; ".join(f"{why}: {shorten(names)}" for why, names in wrong.items())
-            names = [name for each in wrong.values() for name in each]
-            raise ManifestMismatchError(
-                f"this vLLM does not take the adapter: {reasons}", unexpected=names
-            )
+                found.refuse(why, pair.prefix.removeprefix("base_model.model."))
+        found.check("this vLLM")
 
-    def _refusal(self, name: str, a: TensorSpec, b: TensorSpec) -> str:
+    def _refusal(self, pair: LoraPair) -> str:
         """Return why the tensors of one layer are not taken; empty where they are."""
         try:
-            module, _ = parse_fine_tuned_lora_name(name, self._mapper)
+            module, _ = parse_fine_tuned_lora_name(pair.name, self._mapper)
         except ValueError as exc:
             return str(exc)
         sizes = self._places.get(module)
         if sizes is None:
             return "modules to which this vLLM adds no LoRA"
-        if len(a.shape) != 2 or len(b.shape) != 2:
+        if len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
             return ""  # experts in one tensor, which vLLM's own checks look at
-        rank = a.shape[0]
+        rank = pair.a.shape[0]
         if rank > self._max_rank:
             return f"rank {rank}, and --max-lora-rank is {self._max_rank}"
-        if b.shape[1] != rank:
-            return f"A of rank {rank} with B of rank {b.shape[1]}"
-        wanted = sizes()
-        if wanted is not None and (a.shape[1], b.shape[0]) != wanted:
-            return (
-                f"made for another base model, with layers of {a.shape[1]} to {b.shape[0]} "
-                f"(here {wanted[0]} to {wanted[1]})"
-            )
-        return ""
-
-
-def _kind_of(name: str) -> str:
-    """Return what a tensor is that is no part of a LoRA."""
-    if "lora_magnitude_vector" in name:
-        return "DoRA"
-    if name.endswith(".bias"):
-        return "bias"
-    return "modules_to_save, or what else is trained whole"
+        return other_base(pair, *(sizes() or (pair.a.shape[1], pair.b.shape[0])))
 
 
 def _sizes(layer: Any, part: int | None) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import ConfigError, shorten
-from weightsync.integrations.adapters import adapter_of
+from weightsync.integrations.adapter_paths import adapter_of
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import SCHEME, AdapterPath, request_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
-from weightsync.integrations.adapters import adapter_of
+from weightsync.integrations.adapter_paths import adapter_of
 from weightsync.integrations.vllm import names, rpc
 from weightsync.receiver import WeightReceiver
 from weightsync.update.lifecycle import ApplyChoice

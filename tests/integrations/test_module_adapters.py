@@ -1,0 +1,204 @@
+"""What a receiver of adapters computes in a model of this process is what PEFT computes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import weightsync as ws
+from tests.integrations.test_adapter_source import KINDS, adapted
+from tests.integrations.test_huggingface import llama, quiet_peft, train
+from weightsync.integrations.module_adapters import MAX_ADAPTERS, AdaptedModule, ModuleAdapters
+
+pytestmark = quiet_peft
+
+TOKENS = torch.arange(24).reshape(2, 12)
+COMPUTED = {kind: config for kind, config in KINDS.items() if kind not in ("dora", "whole-head")}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def gpt2() -> Any:
+    torch.manual_seed(3)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
+def test_each_version_computes_what_peft_does(kind: str, base: torch.dtype) -> None:
+    model, served = adapted(kind, dtype=base).eval(), llama(dtype=base).eval()
+    adapters, module = ModuleAdapters(served), AdaptedModule(served)
+    plain = logits(served)
+    source = ws.AdapterSource(model, name="policy")
+    wanted = []
+    with ws.connect(source, to=adapters.receiver("policy")) as sender:
+        for seed in (2, 3):
+            train(model, seed)
+            sender.send_weights()
+            wanted.append(logits(model))
+    assert not torch.equal(wanted[0], wanted[1])
+    assert [held.version for held in adapters.held()] == [1, 2]
+    for held, expected in zip(adapters.held(), wanted, strict=True):
+        with module.using(held):
+            assert torch.equal(logits(served), expected)
+    with module.using(None):
+        assert torch.equal(logits(served), plain)
+    adapters.close()
+
+
+def test_transposed_linear_layers() -> None:
+    served = gpt2()
+    model: Any = peft.get_peft_model(
+        gpt2(), peft.LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    )
+    train(model, 4)
+    adapters, module = ModuleAdapters(served), AdaptedModule(served)
+    source = ws.AdapterSource(model.eval(), name="policy")
+    with ws.connect(source, to=adapters.receiver("policy")) as sender:
+        sender.send_weights()
+    with module.using(adapters.held()[0]):
+        assert torch.equal(logits(served), logits(model))
+    adapters.close()
+
+
+def test_the_parameters_of_the_module_keep_their_names() -> None:
+    served = llama()
+    before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+    adapters, module = ModuleAdapters(served), AdaptedModule(served)
+    source = ws.AdapterSource(adapted(), name="policy")
+    with ws.connect(source, to=adapters.receiver("policy")) as sender:
+        sender.send_weights()
+    with module.using(adapters.held()[0]):
+        logits(served)
+    after = served.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    adapters.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"use_dora": True}, "DoRA: .*q_proj.lora_magnitude_vector"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*lm_head"),
+        ({"trainable_token_indices": [1, 2]}, "trained whole: .*trainable_tokens"),
+    ],
+)
+def test_what_is_not_computed_is_refused(config: dict[str, Any], named: str) -> None:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], **config))
+    adapters = ModuleAdapters(llama())
+    with pytest.raises(ws.ManifestMismatchError, match=named):
+        ws.connect(ws.AdapterSource(model, name="policy"), to=adapters.receiver("policy"))
+    assert adapters.held() == []
+    adapters.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"use_dora": True}, "does not compute use_dora=True"),
+        ({"peft_type": "IA3"}, "does not compute peft_type='IA3'"),
+        ({"lora_alpha": "8"}, "lora_alpha of the config is '8', not a number"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern of the config has no pattern"),
+        ({"rank_pattern": 3}, "rank_pattern of the config is a int"),
+        ({"r": 2}, r"other ranks than the tensors: .*q_proj \(rank 2, tensors of rank 4\)"),
+        ({"r": 0.5}, "has the rank 0.5"),
+    ],
+)
+def test_what_the_config_alone_tells_is_refused_when_it_is_staged(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], named: str
+) -> None:
+    """A sender of another version, or of another program, may not refuse it."""
+    from weightsync.integrations import adapters as module  # what is patched
+
+    served, encode = llama(), module.encode_config
+    adapters = ModuleAdapters(served)
+    with ws.connect(
+        ws.AdapterSource(adapted(), name="policy"), to=adapters.receiver("policy")
+    ) as sender:
+        sender.send_weights()
+    (before,) = adapters.held()
+    monkeypatch.setattr(module, "encode_config", lambda config: encode({**config, **change}))
+    monkeypatch.setattr(module, "unsupported", lambda _: [])
+    source = ws.AdapterSource(adapted(), name="policy")
+    with (
+        ws.connect(source, to=adapters.receiver("policy")) as sender,
+        pytest.raises(ws.ConfigError, match=named),
+    ):
+        sender.send_weights()
+    assert adapters.held() == [before]
+    assert adapters.receiver("policy").version == 1
+    adapters.close()
+
+
+def test_a_version_is_held_until_it_is_forgotten() -> None:
+    adapters = ModuleAdapters(llama())
+    with ws.connect(
+        ws.AdapterSource(adapted(), name="policy"), to=adapters.receiver("policy")
+    ) as sender:
+        for _ in range(3):
+            sender.send_weights()
+    first, second, third = adapters.held()
+    assert len({held.key for held in (first, second, third)}) == 3
+    adapters.forget([first.key, "nobody@1#9"])
+    assert adapters.held() == [second, third]
+    with pytest.raises(ws.ConfigError, match="does not hold the adapter 'policy@1#1'"):
+        adapters.get(first.key)
+    adapters.unload("policy")
+    assert [held.retired for held in adapters.held()] == [True, True]
+    assert adapters.get(third.key).layers is third.layers
+    adapters.unload("policy")
+    adapters.close()
+
+
+def test_names() -> None:
+    adapters = ModuleAdapters(llama(), taken=["tiny"])
+    with pytest.raises(ws.ConfigError, match="'tiny' is the name of the base model"):
+        adapters.receiver("tiny")
+    for name in ("", "a/b", "a@1", ".."):
+        with pytest.raises(ws.ConfigError, match="an adapter's name is"):
+            adapters.receiver(name)
+
+
+def test_receivers_that_hold_nothing_do_not_pile_up() -> None:
+    adapters, model = ModuleAdapters(llama()), adapted()
+    senders = []
+    for i in range(MAX_ADAPTERS):
+        adapters.receiver(f"asked-{i}")
+        source = ws.AdapterSource(model, name=f"sent-{i}")
+        senders.append(ws.connect(source, to=adapters.receiver(f"sent-{i}"), packed=True))
+    assert set(adapters._receivers) == {f"sent-{i}" for i in range(MAX_ADAPTERS)}
+    with pytest.raises(ws.ConfigError, match=f"holds {MAX_ADAPTERS} adapters"):
+        adapters.receiver("one-more")
+    senders[0].close()
+    adapters.receiver("one-more")
+    for sender in senders[1:]:
+        sender.close()
+    adapters.close()
+
+
+def test_one_name_asked_for_by_several_threads_is_one_receiver() -> None:
+    adapters, found = ModuleAdapters(llama()), list[Any]()
+    start = threading.Barrier(8)
+
+    def ask() -> None:
+        start.wait()
+        found.append(adapters.receiver("policy"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    adapters.close()

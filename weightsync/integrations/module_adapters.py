@@ -1,0 +1,325 @@
+"""Adapters of a transformers model in this process: their receivers, versions and computation.
+
+A version never changes: a commit adds one, and what generates with an earlier one keeps it. So an
+update needs no pause, and no lock but that of the tables.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from weightsync.errors import ConfigError, shorten
+from weightsync.integrations.adapter_paths import check_name
+from weightsync.integrations.adapter_sink import AdapterSink, LoraPair, LoraPairs, other_base
+from weightsync.receiver import WeightReceiver
+from weightsync.specs import Manifest
+
+MAX_ADAPTERS = 64
+_PREFIX = "base_model.model."
+_NOT_COMPUTED = (
+    "arrow_config",
+    "kasa_config",
+    "lora_bias",
+    "megatron_config",
+    "modules_to_save",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "velora_config",
+)
+"""Fields of PEFT's config that change what is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayer:
+    """The matrices of one layer: A is [rank, inputs], B is [outputs, rank]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    is_embedding: bool = False
+
+    def added_to(self, output: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return a layer's output with what the adapter adds to it, as PEFT computes it."""
+        if self.is_embedding:
+            found = functional.embedding(given, self.a.T) @ self.b.T
+        else:
+            found = functional.linear(functional.linear(given.to(self.a.dtype), self.a), self.b)
+        return (output + found * self.scale).to(output.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """One version of an adapter; `layers` are by the module's path. No other has the same `key`.
+
+    A `retired` one was unloaded: it is there for what uses it already.
+    """
+
+    name: str
+    version: int
+    key: str
+    layers: Mapping[str, LoraLayer]
+    retired: bool = False
+
+
+class ModuleAdapters:
+    """The adapters of a module by name, each with its receiver, and the versions that are held.
+
+    `taken` are names that no adapter may have. A version is held until `forget` names it. Every
+    method is thread-safe.
+    """
+
+    def __init__(self, module: nn.Module, *, taken: Collection[str] = ()) -> None:
+        self._modules = dict(module.named_modules())
+        self._taken = frozenset(taken)
+        self._lock = threading.Lock()
+        self._receivers: dict[str, WeightReceiver] = {}
+        self._held: dict[str, HeldAdapter] = {}
+        self._commits = 0
+
+    def receiver(self, name: str) -> WeightReceiver:
+        """Return the receiver of an adapter; the first call makes it.
+
+        Raises ConfigError for a name that is taken or is none, and where MAX_ADAPTERS are there.
+        """
+        check_name(name)
+        if name in self._taken:
+            raise ConfigError(f"{name!r} is the name of the base model of this server")
+        with self._lock:
+            known = self._receivers.get(name)
+        if known is not None:
+            return known
+        made = self._make(name)
+        with self._lock:
+            found = self._receivers.setdefault(name, made)
+            full = len(self._receivers) > MAX_ADAPTERS
+            # One that was only asked about holds nothing.
+            empty = [n for n, r in self._receivers.items() if n != name and _is_unused(r)]
+            dropped = [self._receivers.pop(n) for n in empty[:1]] if full else []
+            if full and not dropped:
+                del self._receivers[name]
+        if found is not made:
+            dropped.append(made)
+        for receiver in dropped:
+            receiver.close()
+        if full and not dropped:
+            made.close()
+            raise ConfigError(
+                f"this server holds {MAX_ADAPTERS} adapters, which is the most; unload one"
+            )
+        return found
+
+    def unload(self, name: str) -> None:
+        """Retire all versions of an adapter, and close its receiver. None of the name is no error.
+
+        Raises UpdateConflictError, and changes nothing, in an update of it.
+        """
+        with self._lock:
+            receiver = self._receivers.get(name)
+        if receiver is None:
+            return
+        receiver.close()
+        with self._lock:
+            if self._receivers.get(name) is receiver:
+                del self._receivers[name]
+            for key, held in self._held.items():
+                if held.name == name:
+                    self._held[key] = HeldAdapter(
+                        name, held.version, key, held.layers, retired=True
+                    )
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Drop versions that nothing uses any more."""
+        with self._lock:
+            for key in keys:
+                self._held.pop(key, None)
+
+    def held(self) -> list[HeldAdapter]:
+        """Return all versions that are held, in the order of their commits."""
+        with self._lock:
+            return list(self._held.values())
+
+    def get(self, key: str) -> HeldAdapter:
+        """Return the version of a key. Raises ConfigError for one that is not held."""
+        with self._lock:
+            found = self._held.get(key)
+        if found is None:
+            raise ConfigError(f"this worker does not hold the adapter {key!r:.120}")
+        return found
+
+    def close(self) -> None:
+        """Close all receivers."""
+        with self._lock:
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.close()
+
+    def _make(self, name: str) -> WeightReceiver:
+        sink = ModuleAdapterSink(self._modules)
+
+        def commit(version: int) -> None:
+            with self._lock:
+                self._commits += 1
+                key = f"{name}@{version}#{self._commits}"
+                self._held[key] = HeldAdapter(name, version, key, sink.take())
+
+        return WeightReceiver(sink, apply="staged", on_commit=commit)
+
+
+def _is_unused(receiver: WeightReceiver) -> bool:
+    return not (receiver.version or receiver.open_update or receiver.status().senders)
+
+
+class ModuleAdapterSink(AdapterSink):
+    """Builds the layers of an adapter for the modules of a model, given by path."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules = modules
+        self._built: Mapping[str, LoraLayer] | None = None
+
+    def check(self, offered: Manifest) -> None:
+        """Raise ManifestMismatchError for what does not fit the modules."""
+        found = LoraPairs.of(offered)
+        for pair in found:
+            why = self._refusal(pair)
+            if why:
+                found.refuse(why, pair.prefix.removeprefix(_PREFIX))
+        found.check(self.server)
+
+    def build(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], digest: str
+    ) -> None:
+        """Build the layers. Raises ConfigError for what PEFT would compute in another way."""
+        if refused := [f"{f}={config[f]!r:.60}" for f in _NOT_COMPUTED if config.get(f)]:
+            raise ConfigError(f"this server does not compute {', '.join(refused)}")
+        scales = _Scales(config)
+        layers, other = dict[str, LoraLayer](), list[str]()
+        for name, a in tensors.items():
+            prefix, kind, rest = name.partition(".lora_embedding_A")
+            if not kind:
+                prefix, kind, rest = name.partition(".lora_A")
+            if not kind:
+                continue  # B, which goes with its A
+            path = prefix.removeprefix(_PREFIX)
+            rank, scale = scales.of(path)
+            if rank != a.shape[0]:
+                other.append(f"{path} (rank {rank}, tensors of rank {a.shape[0]})")
+                continue
+            module: Any = self._modules[path]
+            device, b = module.weight.device, tensors[prefix + kind[:-1] + "B" + rest]
+            layers[path] = LoraLayer(
+                a.to(device), b.to(device, a.dtype), scale, is_embedding="embedding" in kind
+            )
+        if other:
+            raise ConfigError(f"the config has other ranks than the tensors: {shorten(other)}")
+        self._built = layers
+
+    def take(self) -> Mapping[str, LoraLayer]:
+        """Return the layers that were built last."""
+        built, self._built = self._built, None
+        assert built is not None  # a commit follows a build
+        return built
+
+    def _refusal(self, pair: LoraPair) -> str:
+        """Return why the tensors of one layer are not taken; empty where they are."""
+        module = self._modules.get(pair.prefix.removeprefix(_PREFIX))
+        if module is None or not pair.prefix.startswith(_PREFIX):
+            return "modules that the model of this server does not have"
+        sizes = _sizes(module, is_embedding=pair.is_embedding)
+        if sizes is None or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
+            return f"modules of which this server computes no LoRA ({type(module).__name__})"
+        return other_base(pair, *sizes)
+
+
+def _sizes(module: nn.Module, *, is_embedding: bool) -> tuple[int, int] | None:
+    """Return the sizes of a layer that LoRA is added to: inputs and outputs; None for others.
+
+    Other classes of embeddings may scale their output, which PEFT does with the adapter's as well.
+    """
+    if is_embedding:
+        plain = type(module) is nn.Embedding
+        return (module.num_embeddings, module.embedding_dim) if plain else None  # type: ignore[return-value]  # of an Embedding these are numbers
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":  # transformers' linear layer of GPT-2, transposed
+        inputs, outputs = module.weight.shape  # type: ignore[misc]  # a matrix
+        return inputs, outputs
+    return None
+
+
+class _Scales:
+    """The rank and the scale of each layer, as PEFT reads them from a config."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
+        self._root = bool(config.get("use_rslora"))
+
+    def of(self, path: str) -> tuple[int, float]:
+        """Return a layer's rank and scale. Raises ConfigError for a config that has none."""
+        rank = self._number("r", "rank_pattern", path, 8)
+        alpha = self._number("lora_alpha", "alpha_pattern", path, 8)
+        if rank != int(rank) or rank < 1:
+            raise ConfigError(f"the config has the rank {rank} for {path}")
+        return int(rank), alpha / (math.sqrt(rank) if self._root else rank)
+
+    def _number(self, field: str, patterns: str, path: str, default: float) -> float:
+        found = self._config.get(field, default)
+        given = self._config.get(patterns) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{patterns} of the config is a {type(given).__name__}")
+        try:
+            # PEFT takes the first key that the end of the path matches.
+            found = next((v for k, v in given.items() if re.match(rf"(.*\.)?({k})$", path)), found)
+        except re.error as exc:
+            raise ConfigError(f"{patterns} of the config has no pattern: {exc}") from exc
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ConfigError(f"{field} of the config is {found!r:.60}, not a number")
+        return found
+
+
+class AdaptedModule:
+    """Computes with one adapter at a time in a module. Use it from one thread.
+
+    Neither the module's parameters nor their names change: what an adapter adds is added to the
+    outputs of its layers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules())
+        self._hooked: set[str] = set()
+        self._layers: Mapping[str, LoraLayer] = {}
+
+    @contextmanager
+    def using(self, adapter: HeldAdapter | None) -> Iterator[None]:
+        """Compute with an adapter inside the block, None: with the base model alone."""
+        self._layers = adapter.layers if adapter is not None else {}
+        for path in self._layers.keys() - self._hooked:
+            self._modules[path].register_forward_hook(self._hook_of(path), with_kwargs=True)
+            self._hooked.add(path)
+        try:
+            yield
+        finally:
+            self._layers = {}
+
+    def _hook_of(self, path: str) -> Callable[..., torch.Tensor | None]:
+        def added(
+            _: nn.Module, given: Sequence[Any], named: Mapping[str, Any], output: torch.Tensor
+        ) -> torch.Tensor | None:
+            layer = self._layers.get(path)
+            if layer is None:
+                return None
+            return layer.added_to(output, given[0] if given else named["input"])
+
+        return added
