@@ -50,7 +50,7 @@ LAYERS = (
     layer("observe"),
     layer("ranks"),
     layer("update"),
-    layer("sender", "receiver", mutual=True),
+    layer("sender", "set_sender", "receiver", mutual=True),
     layer(""),
     layer("server", "ray"),
     layer("queues"),

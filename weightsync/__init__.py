@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.observe import Progress
     from weightsync.receiver import WeightReceiver, fetch
     from weightsync.sender import WeightSender, close, connect, send_weights
+    from weightsync.set_sender import SetSender, connect_set
     from weightsync.weights.lines.patches import SparseWeightPatch
     from weightsync.weights.sinks.base import HookSink, WeightSink
     from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
@@ -109,6 +110,7 @@ __all__ = [
     "SegmentError",
     "SenderConflictError",
     "SenderReplacedError",
+    "SetSender",
     "ShardedModuleSink",
     "SourceBusyError",
     "SourceLostError",
@@ -135,6 +137,7 @@ __all__ = [
     "__version__",
     "close",
     "connect",
+    "connect_set",
     "fetch",
     "register_backend",
     "send_weights",
@@ -158,6 +161,7 @@ _MODULES = {
     "observe": ("Progress",),
     "receiver": ("WeightReceiver", "fetch"),
     "sender": ("WeightSender", "close", "connect", "send_weights"),
+    "set_sender": ("SetSender", "connect_set"),
     "weights.sources.declared": ("Holding",),
     "weights.sources.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.sinks.module_sink": ("ModuleSink", "ShardedModuleSink"),

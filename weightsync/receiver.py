@@ -94,6 +94,10 @@ class WeightReceiver:
       over and its outcome is visible.
     - `lease_s`: the longest time that an update may make no progress.
     - `version`: the version of the weights in use.
+    - `beside`: another receiver of this process, whose weights are used together with these, as a
+      draft model's with the policy's. An update that reaches both from one `connect_set` is
+      committed in both, or in neither. They share a gate: no weights of either change inside of
+      `reading()` of one of them, and `on_hold` and `on_release` are those of the first.
 
     Where `on_commit` raises, a staged module gets its former weights back, `on_commit` is called
     once more, with the former version, and the receiver goes on with that. It is TORN where that
@@ -121,7 +125,10 @@ class WeightReceiver:
         on_release: OnRelease | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         version: int = 0,
+        beside: WeightReceiver | None = None,
     ) -> None:
+        if beside is not None and (on_hold is not None or on_release is not None):
+            raise ConfigError("on_hold and on_release are those of the receiver that is `beside`")
         cleanup_stale()
         self.sink = as_sink(sink, manifest=manifest)
         if apply == "in_place" and isinstance(self.sink, HookSink) and self.sink.load_patches:
@@ -130,7 +137,7 @@ class WeightReceiver:
                 'WeightReceiver(..., apply="staged"), or a HookSink without load_patches'
             )
         self.instance = secrets.token_hex(8)
-        self._session = ReceiverSession(
+        self._session: ReceiverSession = ReceiverSession(
             self.sink,
             Senders(device_keys(self.sink.device)),
             apply=apply,
@@ -140,6 +147,7 @@ class WeightReceiver:
             on_commit=on_commit,
             on_hold=on_hold,
             on_release=on_release,
+            beside=None if beside is None else beside._session,
         )
         self._on_pause = on_pause
         self._on_resume = on_resume
@@ -285,6 +293,7 @@ class WeightReceiver:
                 fetchable=session.load_targets.fetchable(lifecycle.weights_id),
                 backends=backends,
                 unusable_backends=unusable_backends,
+                set_id=session.set_id,
             )
         return status  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
 

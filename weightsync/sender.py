@@ -73,6 +73,7 @@ from weightsync.transports.factory import (
     Target,
     Targets,
     TransportFactory,
+    check_path,
     described,
     targets_of,
 )
@@ -81,6 +82,7 @@ from weightsync.update.deltas import DeltaChoice, check_choice, why_never
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
+from weightsync.update.sets import SetUpdate
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import (
@@ -94,7 +96,7 @@ from weightsync.weights.sources.base import (
 )
 from weightsync.weights.sources.finite import CheckFinite
 from weightsync.weights.tensor_kinds import states_beside, warn_of_state
-from weightsync.wire.messages import SharedMemoryUsage
+from weightsync.wire.messages import SharedMemoryUsage, Status
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
     yields: bool = False,
     delta: DeltaChoice = "auto",
     scrub: float = 1 / 64,
+    at: str | None = None,
 ) -> WeightSender:
     """Return a sender of `source` to every receiver in `to`. Allocates all large memory now.
 
@@ -173,6 +176,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
       where it is not, `off` never. It keeps an eighth of the model's bytes on every sending rank.
     - `scrub`: the share of the model that receivers read back with each delta, in turn, besides
       the lines that changed.
+    - `at`: the path of the receiver below each URL, as `draft`; by default that of the source, as
+      an AdapterSource has one.
 
     Under torch.distributed every rank of `process_group` calls this, and then every method of the
     sender in the same order, with the same arguments. Only rank 0 sends messages to the receivers,
@@ -237,6 +242,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             "yields": yields,
             "delta": delta,
             "scrub": checked.scrub,
+            "at": at,
         }
         given = {name: repr(value) for name, value in settings.items()}
         if checked.targets:
@@ -250,7 +256,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         worker = RankWorker(
             made, checked.options, ranks, checked.backends, check_finite, check_replicas
         )
-        return worker, SourceExtras(made).receiver_path
+        return worker, SourceExtras(made).receiver_path if at is None else check_path(at)
 
     def make_coordinator(group: RankGroup, checked: _Checked) -> Coordinator:
         drops = on_failure == "drop"
@@ -382,6 +388,12 @@ class WeightSender:
         """Names of the receivers, as in messages; empty on ranks other than 0."""
         members = self._coordinator.fleet.members if self._coordinator else ()
         return [member.target for member in members]
+
+    @property
+    def _statuses(self) -> list[Status]:
+        """The last known statuses of the receivers; empty on ranks other than 0."""
+        members = self._coordinator.fleet.members if self._coordinator else ()
+        return [member.status for member in members]
 
     @property
     def path(self) -> str:
@@ -687,6 +699,28 @@ class WeightSender:
             if coordinator is None:
                 return _required(self._group.serve().report)
             return coordinator.send(version, label, rewind=rewind, taken=taken)
+
+    def _send_in_set(
+        self,
+        update: SetUpdate,
+        version: int,
+        label: str | None,
+        rewind: bool,
+        stop: StopSignal,
+    ) -> SyncReport:
+        """Send as a part of a set. Called by SetSender, in a thread for each part."""
+        arguments = _texts(version=version, label=label, rewind=rewind)
+        try:
+            with self._call("send_weights", arguments, stop) as coordinator:
+                assert coordinator is not None  # a set is sent by one rank
+                coordinator.fleet.set_update = update
+                try:
+                    return coordinator.send(version, label, rewind=rewind)
+                finally:
+                    coordinator.fleet.set_update = None
+        except BaseException as exc:
+            update.failed(exc)
+            raise
 
     def _run(
         self,

@@ -30,13 +30,16 @@ def logits(model: Any) -> torch.Tensor:
 def gpt2() -> Any:
     torch.manual_seed(3)
     config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    return GPT2LMHeadModel(config).eval()
+    made: Any = GPT2LMHeadModel(config)
+    return made.eval()
 
 
 @pytest.mark.parametrize("kind", COMPUTED)
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
 def test_each_version_computes_what_peft_does(kind: str, base: torch.dtype) -> None:
-    model, served = adapted(kind, dtype=base).eval(), llama(dtype=base).eval()
+    model: Any = adapted(kind, dtype=base).eval()
+    served: Any = llama(dtype=base)
+    served.eval()
     adapters, module = ModuleAdapters(served), AdaptedModule(served)
     plain = logits(served)
     source = ws.AdapterSource(model, name="policy")

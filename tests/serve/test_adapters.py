@@ -308,8 +308,9 @@ def test_ranks_that_the_config_does_not_tell_are_refused(trained: Trained) -> No
     wanted = expected(model)
     wrong = tiny_adapted()
     wrong.peft_config["default"].r = 4
-    for layer in wrong.modules():
-        if isinstance(layer, BaseTunerLayer):
+    layers: list[Any] = [m for m in wrong.modules() if isinstance(m, BaseTunerLayer)]
+    for layer in layers:
+        if layer.scaling:
             layer.r["default"], layer.scaling["default"] = 4, 16 / 4
     with (
         served.connect(wrong) as sender,

@@ -32,6 +32,7 @@ class AdapterSink(WeightSink):
     verification = "arrived"
     casts = True
     fetchable = False
+    swaps = False
     server = "this server"
 
     def __init__(self) -> None:
@@ -55,6 +56,10 @@ class AdapterSink(WeightSink):
         `digest` is that of the names and the bytes. Raises ConfigError for a config that is not
         taken.
         """
+
+    def undo(self) -> Callable[[], None] | None:
+        """Return what takes the next commit back; None where that cannot be."""
+        return None
 
     def difference(self, offered: Manifest) -> ManifestDifference:
         """Return no difference. Raises ManifestMismatchError for what is not taken."""
@@ -99,6 +104,10 @@ class _AdapterTarget(LoadTarget):
         if refused := unsupported(config):
             raise ConfigError(f"{self._sink.server} does not compute {', '.join(refused)}")
         self._sink.build(tensors, config, digest.hexdigest())
+
+    def undo(self) -> Callable[[], None] | None:
+        """Return what takes the next commit back."""
+        return self._sink.undo()
 
     def commit(self) -> None:
         """Do nothing: the receiver's `on_commit` takes what was built."""

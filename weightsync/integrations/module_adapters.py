@@ -76,11 +76,19 @@ class HeldAdapter:
 class ModuleAdapters:
     """The adapters of a module by name, each with its receiver, and the versions that are held.
 
-    `taken` are names that no adapter may have. A version is held until `forget` names it. Every
-    method is thread-safe.
+    `taken` are names that no adapter may have. A version is held until `forget` names it. With the
+    receiver of the base model `beside` them, base and adapters can be a set. Every method is
+    thread-safe.
     """
 
-    def __init__(self, module: nn.Module, *, taken: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        taken: Collection[str] = (),
+        beside: WeightReceiver | None = None,
+    ) -> None:
+        self._beside = beside
         self._modules = dict(module.named_modules())
         self._taken = frozenset(taken)
         self._lock = threading.Lock()
@@ -166,15 +174,20 @@ class ModuleAdapters:
             receiver.close()
 
     def _make(self, name: str) -> WeightReceiver:
-        sink = ModuleAdapterSink(self._modules)
+        added = list[str]()
 
         def commit(version: int) -> None:
+            layers = sink.take()
+            if layers is None:
+                return  # another part of the set failed, and the former version is in use again
             with self._lock:
                 self._commits += 1
                 key = f"{name}@{version}#{self._commits}"
-                self._held[key] = HeldAdapter(name, version, key, sink.take())
+                self._held[key] = HeldAdapter(name, version, key, layers)
+            added[:] = [key]
 
-        return WeightReceiver(sink, apply="staged", on_commit=commit)
+        sink = ModuleAdapterSink(self._modules, undo=lambda: self.forget(added))
+        return WeightReceiver(sink, apply="staged", on_commit=commit, beside=self._beside)
 
 
 def _is_unused(receiver: WeightReceiver) -> bool:
@@ -182,11 +195,15 @@ def _is_unused(receiver: WeightReceiver) -> bool:
 
 
 class ModuleAdapterSink(AdapterSink):
-    """Builds the layers of an adapter for the modules of a model, given by path."""
+    """Builds the layers of an adapter for the modules of a model, given by path.
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    `undo` takes back what was made of the last ones.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, undo: Callable[[], None]) -> None:
         super().__init__()
         self._modules = modules
+        self._undo = undo
         self._built: Mapping[str, LoraLayer] | None = None
 
     def check(self, offered: Manifest) -> None:
@@ -226,11 +243,14 @@ class ModuleAdapterSink(AdapterSink):
             raise ConfigError(f"the config has other ranks than the tensors: {shorten(other)}")
         self._built = layers
 
-    def take(self) -> Mapping[str, LoraLayer]:
-        """Return the layers that were built last."""
+    def take(self) -> Mapping[str, LoraLayer] | None:
+        """Return the layers that were built last, once."""
         built, self._built = self._built, None
-        assert built is not None  # a commit follows a build
         return built
+
+    def undo(self) -> Callable[[], None]:
+        """Return what takes the next commit back."""
+        return self._undo
 
     def _refusal(self, pair: LoraPair) -> str:
         """Return why the tensors of one layer are not taken; empty where they are."""

@@ -23,7 +23,8 @@ from weightsync import sender as sending
 from weightsync.arguments import Dtype
 from weightsync.backends.registry import BackendChoice
 from weightsync.errors import ConfigError, MissingExtraError, install_hint
-from weightsync.integrations.adapters import AdapterSource, check_name
+from weightsync.integrations.adapter_paths import check_name
+from weightsync.integrations.adapters import AdapterSource
 from weightsync.integrations.trl_rollouts import ServedRollouts
 from weightsync.observe import Shown
 from weightsync.ranks.replicas import CheckReplicas

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from weightsync.errors import ConfigError, NotReadyError, ProtocolError, RemoteError
-from weightsync.integrations.adapters import adapter_path, check_name
+from weightsync.integrations.adapter_paths import adapter_path, check_name
 from weightsync.integrations.engine_control import EngineClient
 from weightsync.integrations.servers import read_target
 from weightsync.integrations.vllm.server import SCHEME

@@ -369,7 +369,10 @@ class Worker:
         )
         self.card = loaded.card(options.model)
         self._adapters = WorkerAdapters(
-            loaded.model, taken=(self.card.name, options.model), shards=options.tensor_parallel
+            loaded.model,
+            self.receiver,
+            taken=(self.card.name, options.model),
+            shards=options.tensor_parallel,
         )
         self._runner = ModelRunner(loaded.model, samples=rank == 0, adapters=self._adapters)
         self._results = step_queue(1)
@@ -457,11 +460,14 @@ class Worker:
 class WorkerAdapters:
     """The adapters of one worker: their receivers, and the versions that its steps compute with.
 
-    `taken` are the names of the base model. A shard of a model (`shards` above 1) takes none.
+    `base` is the receiver of the model, and `taken` are its names. A shard of a model (`shards`
+    above 1) takes none.
     """
 
-    def __init__(self, model: torch.nn.Module, *, taken: Sequence[str], shards: int) -> None:
-        self._versions = ModuleAdapters(model, taken=taken)
+    def __init__(
+        self, model: torch.nn.Module, base: WeightReceiver, *, taken: Sequence[str], shards: int
+    ) -> None:
+        self._versions = ModuleAdapters(model, taken=taken, beside=base)
         self._module = AdaptedModule(model)
         self._shards = shards
         self.unload = self._versions.unload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -26,6 +27,7 @@ class LocalReceiver(Protocol):
     def handle(self, message: Mapping[str, object]) -> dict[str, object]: ...
 
 
+_PATH = re.compile(r"(?:[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)*)?")
 _REFUSAL_SHARE = 0.2
 """The part of `timeout_s` that targets have to refuse a token, after another was silent."""
 
@@ -144,6 +146,15 @@ def _close_made(future: Future[Sequence[BaseTransport]]) -> None:
     if future.exception() is None:
         for transport in future.result():
             transport.close()
+
+
+def check_path(path: object) -> str:
+    """Return the path of a receiver below a URL; "" is the URL itself. Raises ConfigError."""
+    if not isinstance(path, str) or not _PATH.fullmatch(path):
+        raise ConfigError(
+            f"{path!r:.60} is no path of a receiver below a URL; give names, with / in between"
+        )
+    return path
 
 
 def targets_of(to: Targets, argument: str) -> list[Target]:

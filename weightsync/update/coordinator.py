@@ -293,6 +293,8 @@ class Coordinator:
                 )
                 if whole_helps:
                     self.deltas.failed(exc)
+                if self.fleet.set_update is not None:
+                    raise  # the whole set is sent again, or nothing of it
                 lost = update.failed and all(
                     isinstance(error, SourceLostError) for error in update.failed.values()
                 )

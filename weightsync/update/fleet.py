@@ -38,6 +38,7 @@ from weightsync.transports.calls import (
     exit_left_s,
     exiting,
 )
+from weightsync.update.sets import SetUpdate
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
@@ -186,6 +187,7 @@ class Fleet:
     `timeout_s` bounds the time in which a member gives no sign of life. With `drops`, members that
     fail are removed, and the others continue. With `yields`, other senders may take over the
     receivers between two updates. `version` is the newest version that the receivers hold.
+    `set_update` is the update of the set whose part this is, until all of its parts are PREPARED.
 
     A member is silent if it does not reply and gives no sign of life for the timeout of a call, or
     lives and does not reply for HEARTBEAT_TIMEOUT_FACTOR times that. Further calls to it fail at
@@ -215,6 +217,7 @@ class Fleet:
         self._silent: dict[Member, float | None] = {}
         self._token = secrets.token_hex(6)
         self._updates = itertools.count(1)
+        self.set_update: SetUpdate | None = None
         self._gone_nbytes = 0
         self._gone_messages = 0
         self._signs: dict[tuple[str, int, int], int | None] = {}
@@ -239,7 +242,9 @@ class Fleet:
         return self.drops and len(self.with_workers(members)) < len(self.members)
 
     def new_update_id(self) -> str:
-        """Return a new update id of this fleet's sender."""
+        """Return a new update id of this fleet's sender; as a part of a set, that of the set."""
+        if self.set_update is not None:
+            return self.set_update.update_id
         return f"{self._token}-{next(self._updates)}"
 
     def owner(self, member: Member) -> Owner:

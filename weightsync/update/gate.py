@@ -39,15 +39,79 @@ def _here() -> frozenset[object]:
 class _ReadScope:
     """One reader, and its nested blocks. It is active while it has any.
 
-    `owners` are the thread and the asyncio task that entered the first of them.
+    `owners` are the thread and the asyncio task that entered the first of them, by `gate`.
     """
 
     blocks: set[object] = field(default_factory=set)
     owners: frozenset[object] = field(default_factory=_here)
+    gate: ReadWriteGate | None = None
+
+
+class _Door:
+    """What gates that stand beside each other share: their readers, and which of them is held."""
+
+    def __init__(
+        self, lock: threading.RLock | None, on_hold: OnHold | None, on_release: OnRelease | None
+    ) -> None:
+        self.condition = threading.Condition(lock)
+        self.readers: set[_ReadScope] = set()
+        self.holders: set[ReadWriteGate] = set()
+        self.marks = Marks()
+        self.inside: ContextVar[_ReadScope | None] = ContextVar("weightsync_stay", default=None)
+        self.gpus: list[Callable[[], Collection[torch.device]]] = []
+        self._on_hold = on_hold
+        self._on_release = on_release
+        self._changes = threading.Lock()
+        """Held while the first holder comes, or the last one leaves, with their callbacks."""
+
+    def enter(self, gate: ReadWriteGate, timeout_s: float) -> None:
+        """Count a holder; the first one stops decode steps. Raises TransferError."""
+        if not self._changes.acquire(timeout=max(timeout_s, 0.0)):
+            raise TransferTimeout(
+                f"generation was not stopped within {timeout_s:g} s for another receiver of the set"
+            )
+        try:
+            if not self.holders:
+                self._stop_steps(timeout_s)
+            with self.condition:
+                self.holders.add(gate)
+        finally:
+            self._changes.release()
+
+    def leave(self, gate: ReadWriteGate) -> None:
+        """Remove a holder; after the last one readers enter again."""
+        with self._changes:
+            with self.condition:
+                self.holders.discard(gate)
+                is_last = not self.holders
+                self.condition.notify_all()
+            if is_last and self._on_release is not None:
+                try:
+                    self._on_release()
+                except Exception:
+                    # The step that held the gate is over, whatever its result.
+                    logger.exception("on_release failed; generation may stay paused")
+
+    def _stop_steps(self, timeout_s: float) -> None:
+        if self._on_hold is None:
+            return
+        try:
+            self._on_hold(timeout_s)
+        except TransferError:
+            raise
+        except Exception as exc:
+            raise TransferError(
+                f"generation could not be stopped: on_hold raised {type(exc).__name__}: "
+                f"{text_of(exc)}"
+            ) from exc
 
 
 class ReadWriteGate:
     """Many readers, or one holder. The holder blocks new readers and waits for the active ones.
+
+    Gates that stand `beside` each other have the same readers: a reader of one enters when none of
+    them is held, and blocks the holder of any. Each has a `refuse` of its own. The callbacks are
+    those of the first: `on_hold` for the first holder, `on_release` after the last one.
 
     Every reader calls `refuse` before it enters; it raises where the weights may not be used. One
     thread may hold the gate and another release it. `on_hold(timeout_s)` is called before readers
@@ -69,20 +133,17 @@ class ReadWriteGate:
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
         gpus: Callable[[], Collection[torch.device]] = tuple,
+        beside: ReadWriteGate | None = None,
     ) -> None:
         self._refuse = refuse
-        self._on_hold = on_hold
-        self._on_release = on_release
-        self._gpus = gpus
-        self._marks = Marks()
-        self._condition = threading.Condition(lock)
-        self._readers: set[_ReadScope] = set()
+        self._door: _Door = _Door(lock, on_hold, on_release) if beside is None else beside._door
+        self._door.gpus.append(gpus)
+        self._condition = self._door.condition
         self._held_since: float | None = None
-        self._inside: ContextVar[_ReadScope | None] = ContextVar("weightsync_stay", default=None)
 
     @property
     def held(self) -> bool:
-        """Whether readers are blocked now."""
+        """Whether this gate blocks readers now."""
         return self._held_since is not None
 
     @contextmanager
@@ -93,12 +154,12 @@ class ReadWriteGate:
         the outer block. Blocks may end in any order and in any thread; the last one ends the read.
         """
         # Inside `try` from the first line: an interrupt may come at any point.
-        block, scope = object(), self._inside.get()
+        block, scope = object(), self._door.inside.get()
         try:
             if scope is None or not self._join(scope, block):
                 scope = _ReadScope()
                 self._enter(scope, block, timeout_s)
-                self._inside.set(scope)
+                self._door.inside.set(scope)
             yield
         finally:
             if scope is not None and block in scope.blocks:
@@ -117,14 +178,14 @@ class ReadWriteGate:
         """
         self._refuse_to_wait_for_callers()
         started = time.perf_counter()
-        self._stop_steps(timeout_s)
+        self._door.enter(self, timeout_s)
         try:
             with self._condition:
                 # The time that `on_hold` waited for a decode step is generation, not stall.
                 self._held_since = time.perf_counter()
                 left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
-                self._condition.wait_for(lambda: not self._readers, left_s)
-                inside = len(self._readers)
+                self._condition.wait_for(lambda: not self._door.readers, left_s)
+                inside = len(self._door.readers)
             if not inside and self._kernels_ended(started + timeout_s):
                 return
         except BaseException:
@@ -146,7 +207,7 @@ class ReadWriteGate:
         """Raise TransferError where a reader in this process waits for this call."""
         callers = waiting_callers()
         with self._condition:
-            waits = any(not scope.owners.isdisjoint(callers) for scope in self._readers)
+            waits = any(not scope.owners.isdisjoint(callers) for scope in self._door.readers)
         if waits:
             raise TransferError(
                 "weights were sent inside a reading() block of the receiver that they are for, by "
@@ -156,7 +217,7 @@ class ReadWriteGate:
 
     def _kernels_ended(self, deadline: float) -> bool:
         """Wait for the work that former readers queued on their streams; False at the deadline."""
-        while not self._marks.passed():
+        while not self._door.marks.passed():
             if time.perf_counter() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -166,39 +227,22 @@ class ReadWriteGate:
         """Let readers enter again; return the seconds for which they were blocked."""
         with self._condition:
             since, self._held_since = self._held_since, None
-            self._condition.notify_all()
-        if self._on_release is not None:
-            try:
-                self._on_release()
-            except Exception:
-                # The step that held the gate is over, whatever its result.
-                logger.exception("on_release failed; generation may stay paused")
+        self._door.leave(self)
         return time.perf_counter() - since if since is not None else 0.0
-
-    def _stop_steps(self, timeout_s: float) -> None:
-        if self._on_hold is None:
-            return
-        try:
-            self._on_hold(timeout_s)
-        except TransferError:
-            raise
-        except Exception as exc:
-            raise TransferError(
-                f"generation could not be stopped: on_hold raised {type(exc).__name__}: "
-                f"{text_of(exc)}"
-            ) from exc
 
     def _join(self, scope: _ReadScope, block: object) -> bool:
         """Count one more block of an active scope; False for an ended one that a task inherited."""
         with self._condition:
             if not scope.blocks:
                 return False
+            if scope.gate is not self:
+                self._refuse()
             scope.blocks.add(block)
             return True
 
     def _enter(self, scope: _ReadScope, block: object, timeout_s: float) -> None:
         with self._condition:
-            if not self._condition.wait_for(lambda: self._held_since is None, timeout_s):
+            if not self._condition.wait_for(lambda: not self._door.holders, timeout_s):
                 self._refuse()  # names the update, where the weights in use have changed
                 raise NotReadyError(
                     f"an update has held generation for {timeout_s:g} s; see weight_info",
@@ -206,17 +250,18 @@ class ReadWriteGate:
                 )
             self._refuse()
             scope.blocks.add(block)
-            self._readers.add(scope)
+            scope.gate = self
+            self._door.readers.add(scope)
 
     def _leave(self, scope: _ReadScope, block: object) -> None:
         with self._condition:
             try:
-                self._marks.put(self._gpus())
+                self._door.marks.put({gpu for gpus in self._door.gpus for gpu in gpus()})
             finally:
                 if scope.blocks <= {block}:
-                    self._readers.discard(scope)
+                    self._door.readers.discard(scope)
                 scope.blocks.discard(block)
                 if not scope.blocks:
                     scope.owners = frozenset()  # a context keeps the scope, and that of a task it
-                if not self._readers:
+                if not self._door.readers:
                     self._condition.notify_all()

@@ -256,6 +256,7 @@ class UpdateTransaction:
             )
         self._drop_servers()
         self._describe_fleet()
+        self._await_set()
         self._group.check_still_followed()
         self.finishing = True
         if self.failed:
@@ -284,6 +285,12 @@ class UpdateTransaction:
         self._seconds["finish"] = time.perf_counter() - started
         if not self._staying:
             raise_first(answers)
+
+    def _await_set(self) -> None:
+        """As a part of a set: wait until its other parts are PREPARED, too."""
+        if self._fleet.set_update is not None:
+            self._fleet.set_update.ready()
+            self._fleet.set_update = None  # what is sent again is sent to this part alone
 
     def abort(self, reason: str) -> None:
         """Abort the update on every receiver, unless a finish request was sent."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -38,6 +39,7 @@ from weightsync.update.lifecycle import (
     new_update_id,
 )
 from weightsync.update.senders import FleetClaims, Senders
+from weightsync.update.sets import SetCommits
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import describe_wants
 from weightsync.weights.lines.memory import warm_up
@@ -61,6 +63,9 @@ from weightsync.wire.messages import (
 from weightsync.wire.offers import InitInfo, WantsInfo, describe
 
 logger = logging.getLogger(__name__)
+
+Undo = Callable[[], None] | None
+"""Puts the former weights of a load target back after its commit; None: they are not kept."""
 
 _CHECKS_PER_LEASE = 10
 """How often in the time of a lease the sender is checked for signs of life."""
@@ -98,20 +103,25 @@ class ReceiverSession:
         on_commit: OnCommit | None = None,
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
+        beside: ReceiverSession | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock() if beside is None else beside.lock
         self.sink = sink
         self.senders = senders
         self.lifecycle = UpdateLifecycle(version)
         self.load_targets = LoadTargets(sink, apply)
         self.table = UpdateTable(lease_s, self.lock)
-        self.gate = ReadWriteGate(
+        self.gate: ReadWriteGate = ReadWriteGate(
             self.lifecycle.check_readable,
             lock=self.lock,
             on_hold=on_hold,
             on_release=on_release,
             gpus=lambda: sink.gpus,
+            beside=beside.gate if beside is not None and sink.swaps else None,
         )
+        self._set: _ReceiverSet = _ReceiverSet() if beside is None else beside._set
+        with self.lock:
+            self._set.add(self)
         self._closed = False
         self._claims = FleetClaims(self.lifecycle, senders, lease_s)
         self._clear_cache = clear_cache
@@ -130,6 +140,11 @@ class ReceiverSession:
         self._last_message_at = self._last_sign_at = 0.0
         with _fork:
             _sessions.add(self)
+
+    @property
+    def set_id(self) -> str:
+        """The same for all receivers of a set; see Status."""
+        return self._set.id
 
     @property
     def busy(self) -> bool:
@@ -511,32 +526,43 @@ class ReceiverSession:
         return self._reply()
 
     def _finish(self, update_id: str, request: FinishRequest) -> StepReply:
+        """Commit the update, with the other receivers of the set that have one of the same id."""
+        if self._set.others(self, update_id):
+            self._set.finish(self, update_id, request, self._patience_s(self._sender))
         with self._update_step("finish", update_id):
             last = self.table.last_reply
             if update_id == self.lifecycle.last_finished:
                 committed = last is not None and last.update_id == update_id
                 return last if last is not None and committed else self._reply()
-            incoming = None
-            try:
-                with self._expected("finish", update_id, State.PREPARED) as incoming:
-                    incoming.check_digest(request.table_digest)
-                    self.load_targets.check_follows(incoming.load_targets)
-                    state = self._commit(incoming, request)
-                version, apply = self.lifecycle.version, self.load_targets.apply
-                reply = incoming.reply(state, version, apply, self.gate.held_s)
-                if self.load_targets.takes_next_delta:
-                    reply = structs.replace(reply, delta_base=self.lifecycle.weights_id)
-                duration_s = time.perf_counter() - incoming.started
-                fleet = self._fleet_record(request)
-                self.table.committed(reply, self.lifecycle.label, duration_s, fleet)
-                return reply
-            finally:
-                if incoming is not None:  # else another update may hold the gate
-                    if self.gate.held:
-                        self.gate.release()
-                    self.senders.finish_update()
-                    if request.delta_follows and self.load_targets.delta_forms:
-                        self._catch_up_soon(incoming.sender)
+            with ExitStack() as ends:
+                incoming = self._begin_finish(update_id, request, ends)
+                self._swap(incoming, request)
+                return self._settle(incoming, request)
+
+    def _begin_finish(
+        self, update_id: str, request: FinishRequest, ends: ExitStack
+    ) -> IncomingUpdate:
+        """Check that an update can be committed; return it. `ends` ends what this begins.
+
+        Called in a step. An error that `ends` sees aborts the update, unless it is committed.
+        """
+        with self.lock:
+            self.lifecycle.expect(update_id, State.PREPARED, step="finish")
+        sender = self._sender
+
+        def end() -> None:
+            if self.gate.held:
+                self.gate.release()
+            self.senders.finish_update()
+            if request.delta_follows and self.load_targets.delta_forms:
+                self._catch_up_soon(sender)
+
+        ends.callback(end)
+        incoming = ends.enter_context(self._expected("finish", update_id, State.PREPARED))
+        self._set.check_not_aborted(update_id)
+        incoming.check_digest(request.table_digest)
+        self.load_targets.check_follows(incoming.load_targets)
+        return incoming
 
     def _catch_up_soon(self, sender: str | None) -> None:
         """Prepare memory for the next delta in a thread, as a step, when this one has ended."""
@@ -561,19 +587,24 @@ class ReceiverSession:
             return None
         return FleetRecord(sender=sender, version=version, servers=request.fleet)
 
-    def _commit(self, incoming: IncomingUpdate, request: FinishRequest) -> State:
-        """Swap in the new weights while no reader is active, and return the state afterwards.
+    def _swap(
+        self, incoming: IncomingUpdate, request: FinishRequest, *, in_set: bool = False
+    ) -> Sequence[Undo]:
+        """Swap in the new weights while no reader is active; return what takes them back.
 
-        The gate is still held when this returns.
+        That is for `_undo`; None of a load target that keeps nothing. The gate is still held when
+        this returns, and `_settle` has to follow. With `in_set` it is kept also without a user's
+        code that may fail.
         """
         started = time.perf_counter()
         with self.lock:
             self._check_not_aborted()
             incoming.committing = True
-        if not self.gate.held:
+        if not self.gate.held and self.sink.swaps:
             self.gate.hold(self._patience_s(incoming.sender))
         before = self.lifecycle.dirty
-        undos = [t.undo() for t in incoming.load_targets] if self._on_commit and not before else []
+        may_undo = (self._on_commit or in_set) and not before
+        undos = [t.undo() for t in incoming.load_targets] if may_undo else []
         if incoming.load_targets:
             with self.lock:
                 # From here on a failure leaves the sink between two versions.
@@ -594,6 +625,10 @@ class ReceiverSession:
             with users_code("on_clear_cache"):
                 self._clear_cache()
         incoming.timed("swap", started)
+        return undos
+
+    def _settle(self, incoming: IncomingUpdate, request: FinishRequest) -> StepReply:
+        """Make the weights that were swapped in the receiver's version; return the reply."""
         with self.lock:
             self.lifecycle.finish(incoming.update_id)
             self.load_targets.committed(incoming.load_targets, self.lifecycle.weights_id, incoming)
@@ -601,7 +636,14 @@ class ReceiverSession:
             if request.weight_version is not None:
                 self.lifecycle.label = request.weight_version
             self._incoming = None  # at once: the next start may come before this step ends
-            return self.lifecycle.state
+            state, version = self.lifecycle.state, self.lifecycle.version
+        reply = incoming.reply(state, version, self.load_targets.apply, self.gate.held_s)
+        if self.load_targets.takes_next_delta:
+            reply = structs.replace(reply, delta_base=self.lifecycle.weights_id)
+        duration_s = time.perf_counter() - incoming.started
+        fleet = self._fleet_record(request)
+        self.table.committed(reply, self.lifecycle.label, duration_s, fleet)
+        return reply
 
     def _call_on_commit(self, version: int) -> None:
         """Have the user's code derive from the weights what depends on them."""
@@ -610,7 +652,7 @@ class ReceiverSession:
                 self._on_commit(version)
             wait_for(self.sink.gpus)
 
-    def _undo(self, undos: Sequence[Callable[[], None] | None], incoming: IncomingUpdate) -> None:
+    def _undo(self, undos: Sequence[Undo], incoming: IncomingUpdate) -> None:
         """Put the former weights back, after `on_commit` failed; the receiver is not dirty then.
 
         It stays dirty where they were not kept, or where `on_commit` fails with them as well:
@@ -932,6 +974,90 @@ class ReceiverSession:
         with self._turn(0) as ours:
             if ours and self._incoming is incoming and self.gate.held:
                 self.gate.release()
+
+
+_Finish = tuple[ReceiverSession, FinishRequest]
+
+
+class _ReceiverSet:
+    """The receivers of one server whose updates of the same id are committed together."""
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+        self._sessions: list[weakref.ref[ReceiverSession]] = []
+        self._commits: SetCommits[_Finish] = SetCommits()
+
+    def add(self, session: ReceiverSession) -> None:
+        """Add a receiver. They are committed in the order in which they were added."""
+        self._sessions = [ref for ref in self._sessions if ref() is not None]
+        self._sessions.append(weakref.ref(session))
+
+    def _all(self) -> list[ReceiverSession]:
+        return [session for ref in self._sessions if (session := ref()) is not None]
+
+    def others(self, own: ReceiverSession, update_id: str) -> list[ReceiverSession]:
+        """Return the other receivers in which an update of this id is open."""
+        return [s for s in self._all() if s is not own and s._is_open(update_id)]
+
+    def check_not_aborted(self, update_id: str) -> None:
+        """Raise UpdateConflictError where any receiver of the set has given the update up."""
+        for session in self._all():
+            session.table.check_not_aborted(update_id)
+
+    def finish(
+        self, own: ReceiverSession, update_id: str, request: FinishRequest, timeout_s: float
+    ) -> None:
+        """Commit an update in all receivers of the set, when each has its finish.
+
+        Not waited for is one whose sender is dead: it had everything, and a finish means that the
+        sender, or the one after it, has decided. Raises UpdateConflictError where a finish does
+        not come; nothing has changed then.
+        """
+
+        def missing(parts: Sequence[_Finish]) -> bool:
+            told = {id(session) for session, _ in parts}
+            return any(
+                id(session) not in told and not session.orphaned
+                for session in self.others(own, update_id)
+            )
+
+        def commit(parts: Sequence[_Finish]) -> None:
+            told = {id(session): each for session, each in parts}
+            self._commit(update_id, lambda s: told.get(id(s), FinishRequest(update_id=update_id)))
+
+        if not self._commits.finish(update_id, (own, request), missing, commit, timeout_s):
+            late = len(self.others(own, update_id))
+            # Of this kind no error is kept for a retry, which may find the others there.
+            raise UpdateConflictError(
+                f"update {update_id} is one of a set, and {late} other receivers of it got no "
+                f"finish within {timeout_s:g} s; nothing is committed",
+                state=State.PREPARED.value,
+                update_id=update_id,
+            )
+
+    def _commit(
+        self, update_id: str, request_of: Callable[[ReceiverSession], FinishRequest]
+    ) -> None:
+        """Commit an update in all receivers that have it, or in none of them."""
+        sessions = [session for session in self._all() if session._is_open(update_id)]
+        with ExitStack() as ends:
+            for session in sessions:
+                ends.enter_context(session._update_step("finish", update_id))
+            parts = [
+                (session, session._begin_finish(update_id, request_of(session), ends))
+                for session in sessions
+            ]
+            swapped: list[tuple[ReceiverSession, IncomingUpdate, Sequence[Undo]]] = []
+            try:
+                for session, incoming in parts:
+                    undos = session._swap(incoming, request_of(session), in_set=True)
+                    swapped.append((session, incoming, undos))
+            except BaseException:
+                for session, incoming, undos in reversed(swapped):
+                    session._undo(undos, incoming)
+                raise
+            for session, incoming in parts:
+                session._settle(incoming, request_of(session))
 
 
 class ProgressTimer:

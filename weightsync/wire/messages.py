@@ -389,7 +389,8 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     that the receiver belonged to, alive or not. `fetchable` says that other receivers may fetch the
     weights in use, by `fetch_weights`. `backends` are those that can be used here, each
     with what it says of this process; `unusable_backends` the others, with the reason.
-    `protocol` is the newest protocol of the receiver, `protocol_min` the oldest.
+    `protocol` is the newest protocol of the receiver, `protocol_min` the oldest. `set_id` is the
+    same for the receivers of a server that finish an update of one id together, all or none.
     """
 
     instance: str
@@ -420,6 +421,7 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     unusable_backends: dict[BackendName, str] = {}
     stream_deltas: bool = False
     protocol_min: int = 1  # receivers that do not say it have protocol 1
+    set_id: str | None = None
 
     @property
     def protocols(self) -> Protocols:

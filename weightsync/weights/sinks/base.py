@@ -226,6 +226,7 @@ class WeightSink(ABC):
     `arrived`. weightsync.report.COMPARED has the meaning of both.
     `casts` accepts floating-point tensors of another dtype than declared. `fetchable` False: other
     receivers may not fetch the weights in use. `keeps_views`: it keeps tensors that it is given.
+    `swaps` False: a commit changes nothing that a decode step uses, and need not wait for one.
     """
 
     manifest: Manifest | None = None
@@ -233,6 +234,7 @@ class WeightSink(ABC):
     casts: bool = False
     fetchable: bool = True
     keeps_views: bool = False
+    swaps: bool = True
 
     @property
     @abstractmethod
