@@ -38,9 +38,9 @@ class Counted:
         self.count = 0
         run = RankComm._run
 
-        def counted(comm: RankComm, *args: Any) -> None:
+        def counted(comm: RankComm, *starts: Any, **options: Any) -> None:
             self.count += 1
-            run(comm, *args)
+            run(comm, *starts, **options)
 
         RankComm._run = counted  # type: ignore[method-assign]  # for the life of the process
 

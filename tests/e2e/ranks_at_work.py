@@ -407,9 +407,9 @@ def counted_update(sender: ws.WeightSender) -> Counter[str]:
     counts: Counter[str] = Counter()
     run, meet = comm.RankComm._run, comm.RankComm._meet
 
-    def counted_run(self: Any, *args: Any) -> None:
+    def counted_run(self: Any, *starts: Any, **options: Any) -> None:
         counts["run"] += 1
-        run(self, *args)
+        run(self, *starts, **options)
 
     def counted_call(self: Any, call: str, *args: Any, **options: Any) -> Any:
         counts[call] += 1
