@@ -96,6 +96,9 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
             TensorSpec("strided", "int32", (50,)),
             TensorSpec("expanded", "float16", (4, 30)),
             TensorSpec("both", "float8_e5m2", (10, 10)),
+            TensorSpec("of bytes", "bfloat16", (11, 11)),
+            TensorSpec("to bytes", "uint8", (130,)),
+            TensorSpec("wider", "float64", (13, 5)),
         )
     )
     tensors = [
@@ -104,6 +107,9 @@ def test_casts_and_odd_strides(bucket: int, stable: bool) -> None:
         torch.arange(100, dtype=torch.int32)[::2],
         torch.randn(1, 30).half().expand(4, 30),
         torch.randn(10, 10).t(),
+        torch.arange(121, dtype=torch.uint8).view(11, 11),
+        torch.arange(130, dtype=torch.bfloat16),
+        torch.randn(13, 5),
     ]
     layout = StreamLayout(manifest, bucket_nbytes=bucket)
     sent = [

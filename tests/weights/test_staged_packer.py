@@ -121,15 +121,28 @@ def test_many_tensors_cross_in_one_copy_and_a_large_one_without_a_twin(stable: b
 
 def test_casts_and_odd_strides_are_made_on_the_device() -> None:
     layout = StreamLayout(
-        Manifest((TensorSpec("a", "bfloat16", (6, 4)), TensorSpec("b", "float32", (3, 5)))),
+        Manifest(
+            (
+                TensorSpec("a", "bfloat16", (6, 4)),
+                TensorSpec("b", "float32", (3, 5)),
+                TensorSpec("c", "bfloat16", (9, 15)),
+                TensorSpec("d", "bfloat16", (9, 15)),
+            )
+        ),
         bucket_nbytes=128,
     )
     world = World(layout, 128, 3)
-    a, b = torch.randn(6, 4), torch.randn(5, 3).t()
-    wanted = stream_bytes(layout, [a.bfloat16(), b])
+    a, b, c, d = (
+        torch.randn(6, 4),
+        torch.randn(5, 3).t(),
+        torch.randn(9, 15),
+        torch.randn(15, 9).t(),
+    )
+    wanted = stream_bytes(layout, [a.bfloat16(), b, c.bfloat16(), d.bfloat16().contiguous()])
+    named = [("a", a), ("b", b), ("c", c), ("d", d)]
     for packed in (
-        world.packer.pack_stable([a, b], world.acquire, verify=True),
-        world.packer.pack(iter([("a", a), ("b", b)]), world.acquire, verify=True),
+        world.packer.pack_stable([a, b, c, d], world.acquire, verify=True),
+        world.packer.pack(iter(named), world.acquire, verify=True),
     ):
         assert world.collect(packed)[0] == wanted
 

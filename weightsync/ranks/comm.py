@@ -50,6 +50,7 @@ _STOPPED = "stopped"
 _NOTES = "notes"
 _STORE = "the process that holds the trainer's store (rank 0, or torchrun's agent)"
 _WAIT_SLICE = timedelta(seconds=0.2)
+_NO_MESSAGE = b"\xc1"  # the one byte with which nothing begins in MessagePack
 _KEPT_WORKS = 4
 """Collectives whose objects are kept after their end.
 
@@ -57,9 +58,9 @@ A thread of Gloo would free their tensors if it were the last to hold them. For 
 interpreter's lock, which aborts the process while the interpreter exits.
 """
 
-# Every call begins with parts of the same size: the call of each rank, and its payload where that is
-# short. Gloo sends 1,000 bytes as fast as 8.
-_CALLS = ("agree", "failed agree", "exchange", "broadcast")
+# Every call begins with parts of the same size: the call of each rank, and its payload where that
+# is short. Gloo sends 1,000 bytes as fast as 8.
+_CALLS = ("agree", "failed agree", "exchange", "broadcast", "long replies")
 MAX_RANKS = 32_767
 _FIRST_NBYTES = 1024
 _HEAD = struct.Struct("<Bq")
@@ -172,7 +173,8 @@ class RankComm:
         self._watch: RankWatch | None = watch
         weakref.finalize(self, watch.close)
         self._works: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
-        self._expected: tuple[torch.Tensor, dist.Work] | None = None
+        self._gathered: tuple[torch.Tensor, dist.Work] | None = None
+        self._expected: tuple[torch.Tensor, dist.Work, bytes] | None = None
         self._rendezvous = rendezvous
         self._broken: str | None = None
         self._broken_as: type[TransferError] = TransferError
@@ -196,16 +198,16 @@ class RankComm:
         with self.calls.inside():
             return self._gather("exchange", payload)
 
-    def broadcast(self, payload: bytes | None = None) -> bytes:
-        """Return the payload of rank 0; the other ranks pass None. Collective.
+    def broadcast(self, payload: bytes | None = None, *, reply: bytes = b"") -> bytes:
+        """Return the payload of rank 0; the other ranks pass None, and may `reply`. Collective.
 
-        They wait for rank 0 up to the group's timeout. Raises ConfigError without a payload on
-        rank 0.
+        They wait for rank 0 up to the group's timeout. What they reply is lost unless rank 0 calls
+        `collect` before. Raises ConfigError without a payload on rank 0.
         """
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         with self.calls.inside():
-            data = payload if self.rank == 0 and payload is not None else b""
+            data = payload if self.rank == 0 and payload is not None else reply
             nbytes, inline = self._meet("broadcast", data)[0]
             if nbytes <= _INLINE_NBYTES:
                 return inline
@@ -213,28 +215,49 @@ class RankComm:
             self._run(lambda group: group.broadcast(buffer, 0))
             return _bytes_of(buffer)
 
-    def expect(self) -> None:
-        """Begin to wait for the next broadcast of rank 0, which `broadcast` then returns.
+    def collect(self, own: bytes) -> list[bytes]:
+        """Return what the ranks reply, in rank order, `own` for rank 0. On rank 0 alone.
 
-        The rank may do other work meanwhile, but no other call. Not on rank 0.
+        The others reply in the `broadcast` with which rank 0 has to go on. Raises as `exchange`
+        where they are in another call.
         """
-        if self._broken is None and self._group is not None:
-            first = _first_part(_CALLS.index("broadcast"), b"")
-            parts = first.new_empty(self.size, _FIRST_NBYTES)
-            self._kept(self._group.gather([], first, 0))
-            self._expected = parts, self._kept(self._group.broadcast(parts, 0))
+        with self.calls.inside():
+            read = [_read_first_part(part) for part in self._gather_parts()[1:]]
+            if any(_CALLS[number] != "broadcast" for number, _, _ in read):
+                self._meet("broadcast")  # raises, there too
+            lengths = [0, *(length for _, length, _ in read)]
+            if max(lengths) <= _INLINE_NBYTES:
+                return [own, *(inline for _, _, inline in read)]
+            self._share(_first_part(_CALLS.index("long replies"), b""))
+            self._calls_made += 1
+            return [own, *self._gather_long(b"", lengths)[1:]]
+
+    def expect(self, reply: bytes = b"") -> None:
+        """Begin the next `broadcast`: give the `reply`, and wait for rank 0 without blocking.
+
+        The rank may do other work meanwhile, but no other call. Rank 0 begins to wait for replies.
+        """
+        if self._broken is not None or self._group is None:
+            return
+        if self.rank == 0:
+            self._begin_gather(self._group)
+        else:
+            self._begin_broadcast(self._group, reply)
+
+    @property
+    def expects(self) -> bool:
+        """Whether this rank, not 0, has begun a `broadcast` that it has not ended."""
+        return self._expected is not None
 
     def check_expected(self) -> None:
         """Raise TransferError where a rank was lost since `expect`; cheap."""
-        if self._expected is None:
-            return
-        work = self._expected[1]
-        if not work.is_completed():
+        begun = self._gathered or self._expected
+        if begun is None or not begun[1].is_completed():
             return
         try:
-            work.wait(_WAIT_SLICE)
+            begun[1].wait(_WAIT_SLICE)
         except RuntimeError as exc:
-            self._expected = None
+            self._gathered = self._expected = None
             self._lose(exc.with_traceback(None), 0.0)
 
     def spread(self, flat: torch.Tensor, owner: int) -> None:
@@ -306,6 +329,7 @@ class RankComm:
         if self._watch is not None:
             self._watch.close()
         self._works.clear()  # they hold the group's sockets
+        self._gathered = self._expected = None
         self._group = None
 
     def _meet(
@@ -320,42 +344,76 @@ class RankComm:
 
         b"" for one that is too long. Raises if any rank passes an error, or is in another call.
         """
-        if self._expected is not None and call == "broadcast":
-            (parts, work), self._expected = self._expected, None
-            self._run(lambda _: work, look=look)
+        if call == "broadcast" and self.rank > 0:
+            # An interrupt leaves it begun: this rank has replied, and has to hear what rank 0 says.
+            self._run(lambda group: self._begin_broadcast(group, payload), look)
+            assert self._expected is not None
+            (parts, _, payload), self._expected = self._expected, None
         else:
             parts = self._share(_first_part(_CALLS.index(call), payload), look)
         self._calls_made += 1
         read = list(map(_read_first_part, parts))
         calls = [_CALLS[number] for number, _, _ in read]
+        if calls[0] == "long replies":  # which rank 0 collects; its broadcast follows
+            self._gather_long(payload, [length for _, length, _ in read])
+            return self._meet(call, look=look)
         if "failed agree" in calls:
             raise self._agreed_error(error) from error
         if any(other != call for other in calls):
             self._raise_different_calls(calls)
         return [(length, inline) for _, length, inline in read]
 
-    def _share(self, part: torch.Tensor, look: Callable[[], None] | None) -> torch.Tensor:
+    def _share(self, part: torch.Tensor, look: Callable[[], None] | None = None) -> torch.Tensor:
         """Return `uint8[ranks, nbytes]`, which has the part of each rank, by way of rank 0.
 
         Gloo's allgather goes around all ranks in a ring. Its threads wait for a core by spinning:
         where there are fewer cores than ranks, it takes ten times as long (measured).
         """
-        parts = part.new_empty(self.size, part.numel())
         if self.rank == 0:
-            self._run(
-                lambda group: group.gather(list(parts), part, 0),
-                lambda group: group.broadcast(parts, 0),
-                look=look,
-            )
-            return parts
+            parts = self._gather_parts(look)
+            parts[0] = part
 
-        def start(group: Any) -> dist.Work:
+            def spread(group: Any) -> dist.Work:
+                self._gathered = None
+                work: dist.Work = group.broadcast(parts, 0)
+                return work
+
+            self._run(spread, look=look)
+            return parts
+        parts = part.new_empty(self.size, _FIRST_NBYTES)
+
+        def give_and_wait(group: Any) -> dist.Work:
             self._kept(group.gather([], part, 0))
             work: dist.Work = group.broadcast(parts, 0)
             return work
 
-        self._run(start, look=look)
+        self._run(give_and_wait, look=look)
         return parts
+
+    def _gather_parts(self, look: Callable[[], None] | None = None) -> torch.Tensor:
+        """Return the first parts of the other ranks, on rank 0, until it shares them with all.
+
+        Also those of a call that an interrupt ended here, in which the others still are.
+        """
+        if self._gathered is None or not self._gathered[1].is_completed():
+            self._wait(self._begin_gather, look)
+        assert self._gathered is not None
+        return self._gathered[0]
+
+    def _begin_broadcast(self, group: Any, reply: bytes) -> dist.Work:
+        if self._expected is None:
+            first = _first_part(_CALLS.index("broadcast"), reply)
+            parts = first.new_empty(self.size, _FIRST_NBYTES)
+            self._kept(group.gather([], first, 0))
+            self._expected = parts, self._kept(group.broadcast(parts, 0)), reply
+        return self._expected[1]
+
+    def _begin_gather(self, group: Any) -> dist.Work:
+        if self._gathered is None:
+            parts = torch.empty(self.size, _FIRST_NBYTES, dtype=torch.uint8)
+            work = self._kept(group.gather(list(parts), torch.empty_like(parts[0]), 0))
+            self._gathered = parts, work
+        return self._gathered[1]
 
     def _agreed_error(self, error: BaseException | None) -> WeightSyncError:
         """Return the error that all ranks raise: see `agree`."""
@@ -407,29 +465,34 @@ class RankComm:
 
     def _gather(self, call: str, payload: bytes) -> list[bytes]:
         lengths, payloads = zip(*self._meet(call, payload), strict=True)
-        longest = max(lengths)
-        if longest <= _INLINE_NBYTES:
+        if max(lengths) <= _INLINE_NBYTES:
             return list(payloads)
-        padded = _tensor_of(payload, longest)
+        return self._gather_long(payload, lengths)
+
+    def _gather_long(self, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+        padded = _tensor_of(payload, max(lengths))
         buffers = [torch.empty_like(padded) for _ in range(self.size)]
         self._run(lambda group: group.allgather([buffers], [padded]))
         pairs = zip(buffers, lengths, strict=True)
         return [_bytes_of(buffer[:length]) for buffer, length in pairs]
 
     def _run(
-        self, *starts: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
+        self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
-        """Run a collective, of one step or several; see `agree` for `look`."""
+        """Run a collective; see `agree` for `look`."""
+        self._wait(start, look)
+
+    def _wait(
+        self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
+    ) -> None:
+        """Start a collective, or a part of one, and wait for its end."""
         if self._broken is not None:
             raise self._broken_as(self._broken)
         if self._group is None:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
         try:
-            for start in starts:
-                failure = self._outcome(self._kept(start(self._group)), look)
-                if failure is not None:
-                    break
+            failure = self._outcome(self._kept(start(self._group)), look)
         finally:
             if self._watch is not None:
                 self._watch.end_wait()
@@ -536,7 +599,7 @@ class SingleRank(RankComm):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = self.process_group = self._group = self._broken = self._watch = None
-        self._expected = None
+        self._gathered = self._expected = None
         self._works = deque()
         self.calls = TorchCalls()
 
@@ -556,14 +619,14 @@ class SingleRank(RankComm):
         """Return the payload."""
         return [payload]
 
-    def broadcast(self, payload: bytes | None = None) -> bytes:
+    def broadcast(self, payload: bytes | None = None, *, reply: bytes = b"") -> bytes:
         """Return the payload. Raises ConfigError without one."""
         if payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         return payload
 
     def _run(
-        self, *starts: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
+        self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
         """Do nothing: there is no other rank."""
 
@@ -672,18 +735,22 @@ def compare_manifests(manifest: Manifest, ranks: RankComm, *, advice: str) -> No
     )
 
 
+def digest_of_call(call: str, arguments: Mapping[str, str]) -> bytes:
+    """Return bytes that are equal on ranks that make the same call with the same arguments.
+
+    They are no MessagePack, so that they cannot be read as a result.
+    """
+    encoded = msgspec.json.encode((call, dict(arguments)))
+    return _NO_MESSAGE + hashlib.blake2b(encoded, digest_size=16).digest()
+
+
 def compare_arguments(call: str, arguments: Mapping[str, str], ranks: RankComm) -> None:
     """Raise ConfigError on all ranks where they give `call` different arguments. Collective.
 
     `arguments` are those of this rank, as text. Raises ProtocolError where the ranks make different
     calls. An argument that a rank leaves out is not compared with that rank's.
     """
-    if ranks.size == 1:
-        return
-    own = msgspec.json.encode((call, dict(arguments)))
-    bodies = ranks.exchange(own)
-    if all(body == own for body in bodies):
-        return
+    bodies = ranks.exchange(msgspec.json.encode((call, dict(arguments))))
     given = [msgspec.json.decode(body, type=tuple[str, dict[str, str]]) for body in bodies]
     names = ranks.names
     if len({made for made, _ in given}) > 1:

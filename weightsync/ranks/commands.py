@@ -162,14 +162,14 @@ class Begin(Command, frozen=True, kw_only=True):
     """Start an update of these readers. With `pairs`, of other tensors than the model's.
 
     `checks_memory`: where registered memory has moved on any rank, nothing begins on any, and the
-    results say so. `offer` stands for a `delta` that the ranks decide about. `goes_on`: where all
-    ranks have begun, each transfers without a further command, and replies at the End. Each decides
+    results say so. `offer` stands for a `delta` that the ranks decide about. `apart`: no rank waits
+    for another one before the End, where those reply that have failed in the transfer. Each decides
     about an offer by itself then, and no rank transfers where some send a delta and others do not.
     """
 
     readers: ReadersByRank
     verify: bool
-    goes_on: bool = False
+    apart: bool = False
     pairs: bool = False
     checks_memory: bool = False
     delta: DeltaTask | None = None
@@ -201,7 +201,7 @@ class BeforeBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(Command, frozen=True, kw_only=True):
-    """Transfer every byte."""
+    """Transfer every byte. After a Begin `apart` the ranks do not reply to it."""
 
 
 class KeepAlive(Command, frozen=True, kw_only=True):
@@ -223,6 +223,14 @@ class Withdraw(Command, frozen=True, kw_only=True):
     """Free everything that was allocated for receivers."""
 
 
+class Compare(Command, frozen=True, kw_only=True):
+    """Raise on all ranks how the calls differ that their users make."""
+
+
+class AgreeOnLate(Command, frozen=True, kw_only=True):
+    """Agree on the error of a step that the ranks did apart, and raise it on rank 0."""
+
+
 class Finished(Command, frozen=True, kw_only=True):
     """The user's call on rank 0 has ended: return from `serve`, or raise `problem`."""
 
@@ -241,6 +249,8 @@ AnyCommand = (
     | KeepAlive
     | End
     | Withdraw
+    | Compare
+    | AgreeOnLate
     | Finished
 )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
+import msgspec
 from msgspec import structs
 
 from weightsync.errors import ProtocolError, WeightSyncError
@@ -15,11 +16,14 @@ from weightsync.ranks.comm import (
     RankComm,
     compare_arguments,
     compare_manifests,
+    digest_of_call,
 )
 from weightsync.ranks.commands import (
+    AgreeOnLate,
     AnyCommand,
     Begin,
     CommandResult,
+    Compare,
     End,
     Finished,
     RankInfo,
@@ -56,6 +60,8 @@ class RankGroup:
         self.sends_streams = False
         self.observers = Observers()
         self._commanded_at = time.monotonic()
+        self._call: tuple[str, Mapping[str, str]] = "", {}
+        self._reply = b""  # with which this rank, not 0, waits for the next command
         rank_info = worker.rank_info()
         self.rank_infos = [rank_info] if comm.size == 1 else self._exchange_rank_infos(rank_info)
         if comm.size > 1:
@@ -87,34 +93,39 @@ class RankGroup:
                 return [self.worker.do(command, check)]
             self._commanded_at = time.monotonic()
             self.comm.broadcast(encode(command))
-            answers, error = self._do(command, check)
-            self._agree_on_apart(command, answers, error)
+            answer, error = self._answer(command, check)
+            answers = self._decode_results(self.comm.collect(encode(answer)))
+            if _failed_apart(command, answers):
+                self._agree_on_late(error)
             if error is not None and not isinstance(error, CancelledError):
                 raise error
-            for name, answer in zip(self.comm.names, answers, strict=True):
-                if answer.problem is not None:
-                    raise from_problem(answer.problem, peer=f"rank {name}")
+            for name, one in zip(self.comm.names, answers, strict=True):
+                if one.problem is not None:
+                    raise from_problem(one.problem, peer=f"rank {name}")
             if error is not None:
                 raise error
             return answers
 
-    def _agree_on_apart(
-        self, command: AnyCommand, answers: Sequence[CommandResult], error: BaseException | None
-    ) -> None:
-        """Raise on all ranks the error of a step that each did apart: of Begin, or at End.
+    def _decode_results(self, replies: Iterable[bytes]) -> list[CommandResult]:
+        """Return the results of all ranks. Raises ProtocolError where a rank has left its call."""
+        found = []
+        for name, reply in zip(self.comm.names, replies, strict=True):
+            try:
+                found.append(decode_result(reply))
+            except msgspec.MsgspecError as exc:
+                raise ProtocolError(
+                    f"rank {name} left its call on the sender, and made another one; every rank "
+                    "has to make the same calls, in the same order"
+                ) from exc
+        return found
 
-        One of rank 0's caller is raised there as it is.
-        """
-        failed = any(answer.is_late for answer in answers)
-        if isinstance(command, Begin) and command.goes_on:
-            failed = any(answer.problem is not None for answer in answers)
-            self.worker.note_late(error)
-        if not failed:
-            return
+    def _agree_on_late(self, error: BaseException | None) -> None:
+        """Raise the error on which the ranks agree; one of rank 0's caller as it is."""
+        self.comm.broadcast(encode(AgreeOnLate()))
         try:
             self.worker.agree_on_late()
         except WeightSyncError:
-            if error is not None and self.leads and not self.worker.is_own_error(error):
+            if error is not None and not self.worker.is_own_error(error):
                 raise error from None
             raise
 
@@ -141,13 +152,31 @@ class RankGroup:
             self.comm.check_given_up()
 
     def transfer_apart(self, *, check: Callable[[], None]) -> None:
-        """Transfer on rank 0 after a Begin that `goes_on`, as the others do. Rank 0 only."""
+        """Transfer after a Begin `apart`, on all ranks. Rank 0 only, which raises its own error."""
         with self._observed(Transfer()) if self.observers else nullcontext():
-            self.worker.transfer_apart(check)
+            self.comm.broadcast(encode(Transfer()))
+            self.comm.expect()  # so that the death of another rank is noticed
+            try:
+                self.worker.transfer_apart(check)
+            except BaseException:
+                self.worker.cancel_transfer()
+                raise
 
     def check_same_call(self, call: str, arguments: Mapping[str, str]) -> None:
-        """Raise on all ranks unless all make the same call, with the same arguments. Collective."""
-        compare_arguments(call, arguments, self.comm)
+        """Raise on all ranks unless all make the same call, with the same arguments. Collective.
+
+        The others wait for rank 0 when they `serve` next, and raise there.
+        """
+        if self.comm.size == 1:
+            return
+        if self.comm.expects:  # this rank left its last call, in which rank 0 still is
+            with suppress(WeightSyncError):
+                self.serve()
+        own = digest_of_call(call, arguments)
+        self._call, self._reply = (call, arguments), own
+        if self.leads and any(digest != own for digest in self.comm.collect(own)):
+            self.comm.broadcast(encode(Compare()))
+            compare_arguments(call, arguments, self.comm)
 
     def finish(
         self,
@@ -166,21 +195,29 @@ class RankGroup:
         """Execute rank 0's commands until its call ends. Raises the error of rank 0's call."""
         own: BaseException | None = None
         while True:
-            command = decode_command(self.comm.broadcast())
-            if isinstance(command, Finished):
-                break
-            answers, error = self._do(command, lambda: None)
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            try:
-                self._agree_on_apart(command, answers, error)
-            except WeightSyncError as exc:
-                error = exc
-            own = error or own
-            if isinstance(command, Begin) and command.goes_on and all_began(answers):
-                self.comm.expect()  # the command to end, so that the death of rank 0 is noticed
-                with suppress(BaseException):  # it is raised at the End, with the other ranks
-                    self.worker.transfer_apart(lambda: None)
+            reply, self._reply = self._reply, b""
+            command = decode_command(self.comm.broadcast(reply=reply))
+            match command:
+                case Finished():
+                    break
+                case Compare():
+                    compare_arguments(*self._call, self.comm)
+                case AgreeOnLate():
+                    try:
+                        self.worker.agree_on_late()
+                    except WeightSyncError as exc:
+                        own = exc
+                case Transfer() if self.worker.is_apart:
+                    self.comm.expect()  # the command to end, so that the death of rank 0 is noticed
+                    with suppress(BaseException):  # raised at the End, with the other ranks
+                        self.worker.transfer_apart(lambda: None)
+                case _:
+                    answer, error = self._answer(command, lambda: None)
+                    if error is not None and not isinstance(error, Exception):
+                        self.comm.expect(encode(answer))  # the next call of this rank ends this one
+                        raise error
+                    self._reply = encode(answer)
+                    own = error or own
         self.version = command.version
         if command.problem is not None:
             raise from_problem(command.problem) from (own and own.__cause__)
@@ -192,16 +229,18 @@ class RankGroup:
         self.worker.drop_snapshot()
         self.comm.close()
 
-    def _do(
+    def _answer(
         self, command: AnyCommand, check: Callable[[], None]
-    ) -> tuple[list[CommandResult], BaseException | None]:
-        """Execute a command on this rank; return all ranks' results, and this rank's error."""
+    ) -> tuple[CommandResult, BaseException | None]:
+        """Execute a command on this rank; return its result, and its error."""
         error: BaseException | None = None
         try:
             answer = self.worker.do(command, check)
-        except BaseException as exc:  # noqa: BLE001  # raised by the caller, after the exchange
+        except BaseException as exc:  # noqa: BLE001  # raised by the caller, after the reply
             error, answer = exc, CommandResult(problem=to_problem(exc))
-        return [decode_result(data) for data in self.comm.exchange(encode(answer))], error
+        if isinstance(command, Begin) and command.apart:
+            self.worker.note_late(error)
+        return answer, error
 
     def _exchange_rank_infos(self, rank_info: RankInfo) -> list[RankInfo]:
         compare_manifests(
@@ -216,16 +255,16 @@ class RankGroup:
         return rank_infos
 
 
-def all_began(answers: Iterable[CommandResult]) -> bool:
-    """Whether every rank has begun an update, and all of the same kind."""
-    listed = list(answers)
-    begun = all(answer.problem is None and not answer.moved for answer in listed)
-    return begun and are_alike(listed)
-
-
 def are_alike(answers: Iterable[CommandResult]) -> bool:
     """Whether all ranks have begun to send a delta, or none has."""
     return len({answer.delta is None for answer in answers}) == 1
+
+
+def _failed_apart(command: AnyCommand, answers: Iterable[CommandResult]) -> bool:
+    """Whether a rank has failed in a step that each did apart, before it replied."""
+    if isinstance(command, Begin) and command.apart:
+        return any(answer.problem is not None for answer in answers)
+    return any(answer.is_late for answer in answers)
 
 
 class FollowerUpdate:

@@ -108,6 +108,7 @@ class RankWorker:
     because this rank's caller left the update. `reading` has the readers of the last update, by
     backend; their signs of life are reported until it is finished. `calls` are its commands.
     `stream_lines` are the lines of the streams of all ranks, of the last plan that was opened.
+    `is_apart`: no rank waits for another one in this update, and `late` is the error of this one.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class RankWorker:
         self._logged_stream = self._stream_digest = ""
         self.stream_lines: list[int] = []
         self._update: UpdateSource | None = None
-        self._goes_on = self._transfers = self._has_failed = False
+        self.is_apart = self._transfers = self._has_failed = False
         self.late: BaseException | None = None
         self._senders: set[int] = set()
         self.calls = TorchCalls()
@@ -509,7 +510,7 @@ class RankWorker:
             moved=command.checks_memory and self._has_moved,
             estimate=None if offer is None else self._estimate(offer.task),
         )
-        if command.goes_on:  # it is in the reply, and no rank transfers where they differ
+        if command.apart:  # it is in the reply, and no rank transfers where they differ
             return found
         # Where one rank sends, and the others gather nothing for it, it decides by itself.
         if self._collective is None or (len(self._senders) <= 1 and not self.sent.is_made):
@@ -581,7 +582,7 @@ class RankWorker:
         )
 
     @property
-    def can_go_on(self) -> bool:
+    def can_be_apart(self) -> bool:
         """Whether the next update of the model needs no agreement between Begin and End.
 
         Its ranks send streams, gather nothing, and compare no replicas.
@@ -593,7 +594,7 @@ class RankWorker:
         )
 
     def transfer_apart(self, check: Callable[[], None]) -> None:
-        """Transfer after a Begin that `goes_on`; an error is also kept for the reply to the End.
+        """Transfer after a Begin `apart`; an error is also kept for the reply to the End.
 
         Not one of a check of rank 0, whose caller has it, nor that of a rank that cancelled it.
         """
@@ -606,13 +607,13 @@ class RankWorker:
             raise
 
     def cancel_transfer(self) -> None:
-        """Cancel the transfer that the other ranks do, where this one has not begun its own."""
+        """Cancel the transfer of the other ranks, where this one has not begun its own."""
         if not self._transfers and self._collective is not None:
             self._collective.cancel_next()
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
-        self._goes_on, self._transfers, self.late = command.goes_on, False, None
+        self.is_apart, self._transfers, self.late = command.apart, False, None
         self._has_failed = False
         self.reading = self._readers_of(command.readers)
         self._passes = [name for name in command.readers if not self.backend(name).requires]
@@ -624,7 +625,7 @@ class RankWorker:
             self._update = update = pairs = self._pairs_update()
             pairs.prepare(self._step)
         updates: dict[str, Any] = {}
-        with self._step(apart=command.goes_on):
+        with self._step(apart=command.apart):
             if update is None:
                 offer = self._own_offer(command.offer)
                 found = self._before_begin(command, offer)
@@ -661,7 +662,7 @@ class RankWorker:
         if update is None:
             raise ConfigError("no update was begun on this rank")
         self._transfers = True
-        with self._step(apart=self._goes_on):
+        with self._step(apart=self.is_apart):
             try:
                 update.accompany()
                 for name in self._in_order():

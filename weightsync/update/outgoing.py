@@ -404,7 +404,7 @@ class UpdateTransaction:
             checks_memory=checks_memory,
             delta=self._delta,
             offer=self._offer,
-            goes_on=self._goes_on(pairs=pairs),
+            apart=self._is_apart(pairs=pairs),
         )
         epoch = next(_EPOCHS)
 
@@ -415,22 +415,18 @@ class UpdateTransaction:
             )
 
         calls: dict[Member, Future[MemberReply]] = {}
-        others_transfer = False
         try:
             try:
                 self._begun = self._group.run_on_all(begin)
                 self._note_begun()
-                others_transfer = begin.goes_on
                 calls = dict(zip(members, self._fleet.begin(request, members), strict=True))
-                self._run_transfer(lambda: self._raise_early(calls), goes_on=begin.goes_on)
+                self._run_transfer(lambda: self._raise_early(calls), apart=begin.apart)
                 self._seconds["transfer"] = time.perf_counter() - started
                 self._fleet.await_all(list(calls.values()), idle=lambda: self._watch(calls))
             except NothingSentError:
                 raise
             except BaseException as exc:
-                if others_transfer:
-                    self._group.worker.cancel_transfer()
-                self._stop(calls, exc, apart=others_transfer)
+                self._stop(calls, exc, apart=begin.apart and bool(calls))
                 raise
             finally:
                 self._results = self._end_transfer()
@@ -461,13 +457,13 @@ class UpdateTransaction:
                 self.failed.update(dict.fromkeys(self._late, exc))
             raise
 
-    def _goes_on(self, *, pairs: bool) -> bool:
-        """Whether all ranks transfer without a further command, and reply at the end."""
-        return not pairs and self._group.sends_streams and self._group.worker.can_go_on
+    def _is_apart(self, *, pairs: bool) -> bool:
+        """Whether no rank waits for another one between Begin and End."""
+        return not pairs and self._group.sends_streams and self._group.worker.can_be_apart
 
-    def _run_transfer(self, check: Callable[[], None], *, goes_on: bool) -> None:
-        """Transfer every byte; with `goes_on` the other ranks have begun that by themselves."""
-        if goes_on:
+    def _run_transfer(self, check: Callable[[], None], *, apart: bool) -> None:
+        """Transfer every byte; `apart` the ranks reply at the End."""
+        if apart:
             self._group.transfer_apart(check=check)
         else:
             self._group.run_on_all(Transfer(), check=check)

@@ -20,7 +20,14 @@ from weightsync.cuda.staging import CopyWork, StagedBuckets
 from weightsync.cuda.wait import wait_for_stream
 from weightsync.errors import ManifestMismatchError, shorten
 from weightsync.specs import TensorSpec
-from weightsync.tensors import TORCH_DTYPES, as_bytes, contiguous_bytes, from_bytes, is_plain
+from weightsync.tensors import (
+    TORCH_DTYPES,
+    as_bytes,
+    as_flat,
+    contiguous_bytes,
+    from_bytes,
+    is_plain,
+)
 from weightsync.weights.copying.copy_plan import (
     AddressMap,
     HostCopies,
@@ -135,7 +142,7 @@ class Packer:
     def _cut(self, pairs: NamedTensors) -> Iterator[tuple[int, TensorSlice, torch.Tensor]]:
         """Yield the slices of tensors as they come, and the number of the chunk that each is in.
 
-        With a slice comes the tensor itself where it is whole, else the bytes of the slice.
+        With a slice comes the tensor itself where it is whole, else its elements in the slice.
         """
         chunks, j = self.layout.chunks, 0
         for index, (_, tensor) in enumerate(pairs):
@@ -149,8 +156,9 @@ class Packer:
                 if take == spec.nbytes:
                     yield j, part, tensor.detach()
                 else:
-                    flat = flatten(tensor, spec) if flat is None else flat
-                    yield j, part, flat[begin : begin + take]
+                    flat = _elements(tensor, spec) if flat is None else flat
+                    itemsize = TORCH_DTYPES[spec.dtype].itemsize
+                    yield j, part, flat[begin // itemsize :][: take // itemsize]
                 begin += take
 
     def _batches_of(self, tensors: Sequence[torch.Tensor], *, verify: bool) -> list[Batch] | None:
@@ -178,15 +186,14 @@ class Packer:
         """Copy a slice, as `_cut` yields it, to its place in the bucket."""
         spec, at = self.layout.manifest.specs[part.index], part.start - self.layout.chunks[j].start
         target = self._bucket(j)[at : at + part.nbytes]
-        whole = part.nbytes == spec.nbytes
-        if self._on_host and source.device.type == "cpu" and (not whole or is_plain(source, spec)):
+        if self._on_host and _is_bytes(source, spec):
             address = source.data_ptr()
             if not address:
                 raise no_memory(spec.name)
             ctypes.memmove(target.data_ptr(), address, part.nbytes)
             return
         # A source may write its next tensor into the same pinned host memory.
-        place = from_bytes(target, spec) if whole else target
+        place = _place(target, part, spec)
         place.copy_(source, non_blocking=not self._on_host and source.device.type == "cuda")
 
     def _complete(self, j: int, *, verify: bool) -> list[int]:
@@ -269,7 +276,7 @@ def check_number(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -
 
 
 def _is_bytes(tensor: torch.Tensor, spec: TensorSpec) -> bool:
-    """Whether a memmove of the whole tensor sends what `spec` describes."""
+    """Whether a memmove of a tensor, or of elements of it, sends what `spec` describes."""
     return tensor.device.type == "cpu" and is_plain(tensor, spec)
 
 
@@ -388,14 +395,11 @@ class StagedPacker(Packer):
                 alone = len(self._pieces[j]) == 1 and self._on_device(source)
                 device_buffer = None if alone else self._clean_device_buffer(j)
             spec = self.layout.manifest.specs[part.index]
-            whole = part.nbytes == spec.nbytes
             if device_buffer is None:
-                yield j, flatten(source, spec) if whole else source
+                yield j, flatten(source, spec)
                 continue
             at = part.start - self.layout.chunks[j].start
-            place = device_buffer[at : at + part.nbytes]
-            if whole:
-                place = from_bytes(place, spec)
+            place = _place(device_buffer[at : at + part.nbytes], part, spec)
             # Also from pinned memory: the source may overwrite it for its next tensor.
             place.copy_(source, non_blocking=source.device.type != "cpu")
         if device_buffer is not None:
@@ -410,6 +414,21 @@ class StagedPacker(Packer):
             : chunk.stop - chunk.start
         ]
         return device_buffer.zero_() if self._gaps(j) else device_buffer
+
+
+def _elements(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return the elements of a tensor in one dimension; each slice is cast where it is written."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return as_flat(tensor)
+    return flatten(tensor, spec).view(TORCH_DTYPES[spec.dtype])
+
+
+def _place(flat: torch.Tensor, part: TensorSlice, spec: TensorSpec) -> torch.Tensor:
+    """View the bytes of a slice, as `_cut` yields it, as what is written there."""
+    if part.nbytes == spec.nbytes:
+        return from_bytes(flat, spec)
+    return flat.view(TORCH_DTYPES[spec.dtype])
 
 
 def _part(tensor: torch.Tensor, part: TensorSlice) -> torch.Tensor:
