@@ -266,3 +266,27 @@ def replace_a_rank(rank: int, to: str) -> Outcome:
     with ws.connect(model, to=to, timeout_s=work.TIMEOUT_S) as sender:
         model.change()
         return first, refused, (seen(sender.send_weights), model.full())
+
+
+def send_interrupted(rank: int, at: int, wait: int) -> tuple[str, Seen, Digests]:
+    """Take a step, and send twice; Ctrl-C ends a wait for other ranks on rank `at`, from 0 on."""
+    work.kept().step()
+    full = work.kept().full()
+    comm: Any = work.kept().sender._group.comm
+    waits = iter(range(1_000))
+    genuine = comm._outcome
+
+    def outcome(*args: object) -> object:
+        if next(waits) == wait:
+            raise KeyboardInterrupt
+        return genuine(*args)
+
+    if rank == at:
+        comm._outcome = outcome
+    try:
+        ended = seen(work.kept().sender.send_weights).kind or "sent"
+    except KeyboardInterrupt:
+        ended = "interrupted"
+    finally:
+        vars(comm).pop("_outcome", None)
+    return ended, seen(work.kept().sender.send_weights), full

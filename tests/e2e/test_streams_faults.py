@@ -145,3 +145,29 @@ def test_a_rank_that_dies(
     assert sent[0][0].result is not None, sent[0][0].text
     check_sent(sent, to, sent[0][0].result.version)
     crews[2].run(work.close)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_a_rank_whose_wait_for_others_is_interrupted(
+    ranks: Crew, host: Host, at: int, way: str
+) -> None:
+    """At each of its waits. Its next call ends the one that it left, and what arrives is right."""
+    to = receivers(host, 1)
+    start(ranks, to, "fsdp", **WAYS[way])
+    ranks.run(work.step_and_send)
+    interrupted = 0
+    # Rank 0 waits for the replies, and for its broadcast; where nobody knows of its call yet, the
+    # others would wait for its next one.
+    for wait in range(1 if at == 0 else 0, 9):
+        results = ranks.run(faults.send_interrupted, at, wait)
+        sent = [(next_one, full) for _, next_one, full in results]
+        assert [one.kind for one, _ in sent] == [""] * 4, (wait, sent[0][0].text)
+        check_sent(sent, to, sent[0][0].result.version)
+        ended = results[at][0]
+        if ended == "sent":
+            break
+        interrupted += 1
+    assert ended == "sent"
+    assert interrupted in ((4, 5, 6, 7) if at == 0 else (4,))  # those who have replied need no wait

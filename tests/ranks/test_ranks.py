@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.crew import NAMING_TIMEOUT_S, Crew, Died, crew
 from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.ranks import comm
 from weightsync.ranks.comm import RankComm, SingleRank, alone, join_ranks
 
 TIMEOUT_S = 20.0
@@ -61,6 +62,39 @@ def talk_of_sizes(rank: int, sizes: list[int]) -> None:
         assert ranks.exchange(bodies[-1 - rank]) == bodies[::-1], nbytes
         assert ranks.broadcast(bodies[0] if rank == 0 else None) == bodies[0], nbytes
     ranks.close()
+
+
+def reply_of_sizes(rank: int, sizes: list[int]) -> None:
+    """Ranks reply where they wait for rank 0, which may not listen."""
+    ranks = joined()
+    for nbytes in sizes:
+        replies = [bytes([other + 1]) * max(nbytes - other, 0) for other in range(ranks.size)]
+        for said in (b"short", b"long" * 1000):
+            for listens in (True, False):
+                if rank == 0 and listens:
+                    assert ranks.collect(replies[0]) == replies, nbytes
+                elif rank and said == b"short":
+                    ranks.expect(replies[rank])
+                heard = ranks.broadcast(said if rank == 0 else None, reply=replies[rank])
+                assert heard == said
+        ranks.agree()
+    ranks.close()
+
+
+def collect_from_elsewhere(rank: int) -> tuple[Seen, Seen, list[bytes], Seen]:
+    """Rank 0 wants replies, and another rank fails, or is in another call."""
+    ranks = joined()
+    error = ConfigError("no such target") if rank == 1 else None
+
+    def reply(act: Callable[[], Any] | None) -> Any:
+        if rank == 0:
+            return ranks.collect(b"")
+        return act() if act is not None and rank == 1 else ranks.broadcast(reply=b"x")
+
+    first = seen(lambda: reply(lambda: ranks.agree(error)))
+    second = seen(lambda: reply(lambda: ranks.agree(error)))
+    on = ranks.exchange(b"on")
+    return first, second, on, seen(lambda: reply(lambda: ranks.exchange(b"x")))
 
 
 def two_groups(rank: int) -> list[list[bytes]]:
@@ -160,7 +194,10 @@ class TestTogether:
         assert crew.run(talk) == [(told, b"\0handles", b"", firsts)] * size
 
     def test_payloads_of_any_size(self, ranks_of: tuple[int, Crew]) -> None:
-        ranks_of[1].run(talk_of_sizes, [0, 1, 503, 504, 505, 506, 507, 512, 513, 1 << 20])
+        edge = comm._INLINE_NBYTES
+        sizes = [0, 1, *range(edge - 2, edge + 4), 1024, 1025, 1 << 20]
+        ranks_of[1].run(talk_of_sizes, sizes)
+        ranks_of[1].run(reply_of_sizes, sizes)
 
     def test_a_collective_is_freed_by_no_thread_of_gloo(self, ranks_of: tuple[int, Crew]) -> None:
         """At interpreter exit that would abort the process."""
@@ -207,6 +244,14 @@ class TestTogether:
         for first, second, later in crew.run(bring_elsewhere):
             assert first[:2] == second[:2] == ("ConfigError", "rank 1: no such target")
             assert later == [b"on"] * size
+
+    def test_replies_from_ranks_in_another_call(self, ranks_of: tuple[int, Crew]) -> None:
+        size, crew = ranks_of
+        for first, second, on, last in crew.run(collect_from_elsewhere):
+            assert first[:2] == second[:2] == ("ConfigError", "rank 1: no such target")
+            assert on == [b"on"] * size
+            assert last[0] == "ProtocolError"
+            assert "rank 1 in exchange()" in last[1]
 
     def test_ranks_in_different_calls_are_told(self, ranks_of: tuple[int, Crew]) -> None:
         size, crew = ranks_of

@@ -207,11 +207,11 @@ class RankComm:
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         with self.calls.inside():
-            data = payload if self.rank == 0 and payload is not None else reply
-            nbytes, inline = self._meet("broadcast", data)[0]
+            said = payload if self.rank == 0 and payload is not None else b""
+            nbytes, inline = self._meet("broadcast", reply if self.rank else said)[0]
             if nbytes <= _INLINE_NBYTES:
                 return inline
-            buffer = _tensor_of(data, nbytes)
+            buffer = _tensor_of(said, nbytes)
             self._run(lambda group: group.broadcast(buffer, 0))
             return _bytes_of(buffer)
 
