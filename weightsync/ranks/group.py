@@ -154,9 +154,9 @@ class RankGroup:
     def transfer_apart(self, *, check: Callable[[], None]) -> None:
         """Transfer after a Begin `apart`, on all ranks. Rank 0 only, which raises its own error."""
         with self._observed(Transfer()) if self.observers else nullcontext():
-            self.comm.broadcast(encode(Transfer()))
-            self.comm.expect()  # so that the death of another rank is noticed
             try:
+                self.comm.broadcast(encode(Transfer()))
+                self.comm.expect()  # so that the death of another rank is noticed
                 self.worker.transfer_apart(check)
             except BaseException:
                 self.worker.cancel_transfer()
