@@ -145,7 +145,8 @@ class RankComm:
 
     `rank` and `size` are those of the trainer's process group; messages name a rank by its global
     rank (`names`). `store` is for short notes, None where there is one rank. `process_group` is the
-    trainer's, None for the default one. `calls` are those in progress.
+    trainer's, None for the default one. `calls` are those in progress. `words` counts what all
+    ranks have said to all: equal on ranks that are in the same step, also after an interrupt.
 
     Different calls on the ranks raise ProtocolError on all of them. If a rank dies, is stopped for
     `watch.limit_s`, or does not call within the group's timeout, all others raise a TransferError
@@ -179,7 +180,7 @@ class RankComm:
         self._broken: str | None = None
         self._broken_as: type[TransferError] = TransferError
         self._order = 0
-        self._calls_made = 0
+        self.words = 0
         self.calls = TorchCalls()
 
     @property
@@ -229,7 +230,6 @@ class RankComm:
             if max(lengths) <= _INLINE_NBYTES:
                 return [own, *(inline for _, _, inline in read)]
             self._share(_first_part(_CALLS.index("long replies"), b""))
-            self._calls_made += 1
             return [own, *self._gather_long(b"", lengths)[1:]]
 
     def expect(self, reply: bytes = b"") -> None:
@@ -287,7 +287,7 @@ class RankComm:
         """
         if not self._order and self.store is not None and _waited(error):
             with suppress(RuntimeError):
-                self._order = self.store.add(f"failures/{self._calls_made}", 1)
+                self._order = self.store.add(f"failures/{self.words}", 1)
         return self._order
 
     def together(self, make: Callable[[], T]) -> T:
@@ -349,9 +349,9 @@ class RankComm:
             self._run(lambda group: self._begin_broadcast(group, payload), look)
             assert self._expected is not None
             (parts, _, payload), self._expected = self._expected, None
+            self.words += 1
         else:
             parts = self._share(_first_part(_CALLS.index(call), payload), look)
-        self._calls_made += 1
         read = list(map(_read_first_part, parts))
         calls = [_CALLS[number] for number, _, _ in read]
         if calls[0] == "long replies":  # which rank 0 collects; its broadcast follows
@@ -375,6 +375,7 @@ class RankComm:
 
             def spread(group: Any) -> dist.Work:
                 self._gathered = None
+                self.words += 1
                 work: dist.Work = group.broadcast(parts, 0)
                 return work
 
@@ -383,6 +384,7 @@ class RankComm:
         parts = part.new_empty(self.size, _FIRST_NBYTES)
 
         def give_and_wait(group: Any) -> dist.Work:
+            self.words += 1
             self._kept(group.gather([], part, 0))
             work: dist.Work = group.broadcast(parts, 0)
             return work
@@ -796,8 +798,8 @@ class CancelFlag:
         self._looked = 0.0
 
     def next_step(self) -> None:
-        """Begin another step, with a flag that is not set. Every rank calls it."""
-        self._step += 1
+        """Begin another step, with a flag that is not set. Every rank calls it, after a word."""
+        self._step = self._ranks.words
         self._looked = time.monotonic()
 
     def set(self) -> None:
