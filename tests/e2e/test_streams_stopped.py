@@ -74,7 +74,9 @@ def test_a_rank_that_is_stopped(
     to = receivers(host, 2, apply=apply)
     with crew(size) as made:
         start(made, to, "fsdp", **WAYS[way])
-        held = made.run(work.step_and_send)[0][1]
+        first = made.run(work.step_and_send)
+        check_sent(first, to, 1)
+        held = first[0][1]
         made.start(faults.send_failing, at, step, "stop")
         others = [rank for rank in range(size) if rank != at]
         outcomes = [seen for seen, _ in made.results(others)]
