@@ -20,7 +20,16 @@ import torch
 
 import weightsync as ws
 from examples.demo.trainer import Server
-from tests.integrations.tiny_trl import PROMPTS, grpo, grpo_trainer, lower, prompts, sft, texts
+from tests.integrations.tiny_trl import (
+    LORA,
+    PROMPTS,
+    grpo,
+    grpo_trainer,
+    lower,
+    prompts,
+    sft,
+    texts,
+)
 from tests.serve.servers import server
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.integrations.trl_rollouts import _batches, _groups
@@ -233,6 +242,67 @@ def test_the_example_program(served: Server) -> None:
     assert verified.endswith(f"21 tensors, version {version}")
 
 
+(ADAPTER,) = re.findall(
+    r"^### Only the adapter moves\n(?:(?!^#).)*?^```python\n(.*?)^```",
+    PAGE.read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_the_example_of_an_adapter_alone(served: Server, tmp_path: Path) -> None:
+    """The server is that of `weightsync serve`; tests/vllm/test_trl_adapters.py has vLLM's."""
+    tiny = make_tiny_model()
+    with ws.connect(tiny.model, to=served.url, token=served.token) as sender:
+        base = sender.send_weights().version
+    held = served.checksums()
+    asked: list[Any] = []
+
+    def reward(completions: list[str], **given: Any) -> list[float]:
+        asked.append((given["weight_versions"], given["prompt_version"]))
+        return lower(completions)
+
+    namespace: dict[str, Any] = {
+        "model": tiny.model,
+        "tokenizer": tiny.tokenizer,
+        "dataset": prompts(),
+        "reward": reward,
+        "args": grpo(tmp_path),
+        "url": served.url,
+        "token": served.token,
+    }
+    exec(compile(ADAPTER, f"{PAGE.name}: the adapter alone", "exec"), namespace)  # our own page
+    last = namespace["sync"].version
+    assert asked == [([[v]] * 8, [v] * 8) for v in (last - 2, last - 1)]
+    assert set(namespace["rollouts"].made_by) == {last - 2, last - 1}
+    assert served.checksums() == held
+    plain = make_tiny_model().model
+    with ws.connect(plain, to=served.url, token=served.token) as sender:
+        assert sender.version == base  # no update of the base was made
+
+
+def test_logprobs_are_those_of_the_adapter(served: Server, tmp_path: Path) -> None:
+    with ServedRollouts(served.url, token=served.token, adapter="judge") as rollouts:
+        trainer = grpo_trainer(tmp_path, rollouts, peft_config=LORA)
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(generator=torch.Generator().manual_seed(3))
+        base = make_tiny_model().model  # as the trainer's own
+        with ws.connect(base, to=served.url, token=served.token) as sender:
+            sender.send_weights()
+        source = ws.AdapterSource(trainer.model, name="judge")
+        with ws.connect(source, to=served.url, token=served.token) as sender:
+            version = sender.send_weights().version
+        found = rollouts([PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, trainer)
+    assert found["weight_versions"] == [[version]] * 4
+    for prompt, made, scored in zip(
+        found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True
+    ):
+        logits = trainer.model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
+        own = torch.log_softmax(logits, dim=-1)[range(len(made)), made]
+        assert own.tolist() == pytest.approx(scored, abs=1e-4)
+
+
 def test_every_example_of_the_page_is_run() -> None:
-    """The one of adapters alone is run by tests/vllm/test_trl_adapters.py."""
     assert PAGE.read_text().count("```python") == len(BLOCKS) + 1 == 4

@@ -68,6 +68,7 @@ def sft_trainer(directory: Path, model: Any = None, *, steps: int = 3, **given: 
 def grpo_trainer(directory: Path, rollouts: ServedRollouts, **given: Any) -> Any:
     tiny = make_tiny_model()
     callbacks, reward = given.pop("callbacks", []), given.pop("reward", lower)
+    peft_config = given.pop("peft_config", None)
     return trl.GRPOTrainer(
         tiny.model,
         reward,
@@ -76,4 +77,5 @@ def grpo_trainer(directory: Path, rollouts: ServedRollouts, **given: Any) -> Any
         processing_class=tiny.tokenizer,
         callbacks=callbacks,
         rollout_func=rollouts,
+        peft_config=peft_config,
     )
