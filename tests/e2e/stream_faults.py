@@ -269,9 +269,11 @@ def replace_a_rank(rank: int, to: str) -> Outcome:
 
 
 def send_interrupted(rank: int, at: int, wait: int) -> tuple[str, Seen, Digests]:
-    """Take a step, and send twice; Ctrl-C ends a wait for other ranks on rank `at`, from 0 on."""
-    work.kept().step()
-    full = work.kept().full()
+    """Send, change the model, and send; Ctrl-C ends a wait for others on rank `at`, from 0 on.
+
+    The first call ends for the others where rank `at` makes its next one, with other weights.
+    """
+    model = work.kept().model
     comm: Any = work.kept().sender._group.comm
     waits = iter(range(1_000))
     genuine = comm._outcome
@@ -289,4 +291,7 @@ def send_interrupted(rank: int, at: int, wait: int) -> tuple[str, Seen, Digests]
         ended = "interrupted"
     finally:
         vars(comm).pop("_outcome", None)
-    return ended, seen(work.kept().sender.send_weights), full
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return ended, seen(work.kept().sender.send_weights), work.kept().full()

@@ -348,8 +348,8 @@ class RankComm:
             # An interrupt leaves it begun: this rank has replied, and has to hear what rank 0 says.
             self._run(lambda group: self._begin_broadcast(group, payload), look)
             assert self._expected is not None
-            (parts, _, payload), self._expected = self._expected, None
             self.words += 1
+            (parts, _, payload), self._expected = self._expected, None
         else:
             parts = self._share(_first_part(_CALLS.index(call), payload), look)
         read = list(map(_read_first_part, parts))
@@ -397,8 +397,7 @@ class RankComm:
 
         Also those of a call that an interrupt ended here, in which the others still are.
         """
-        if self._gathered is None or not self._gathered[1].is_completed():
-            self._wait(self._begin_gather, look)
+        self._wait(self._begin_gather, look)
         assert self._gathered is not None
         return self._gathered[0]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import msgspec
 from msgspec import structs
 
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import ProtocolError, TransferCancelled, WeightSyncError
 from weightsync.observe import Observers
 from weightsync.ranks.comm import (
     CancelledError,
@@ -61,6 +61,7 @@ class RankGroup:
         self.observers = Observers()
         self._commanded_at = time.monotonic()
         self._call: tuple[str, Mapping[str, str]] = "", {}
+        self._has_left = False
         self._reply = b""  # with which this rank, not 0, waits for the next command
         rank_info = worker.rank_info()
         self.rank_infos = [rank_info] if comm.size == 1 else self._exchange_rank_infos(rank_info)
@@ -125,7 +126,8 @@ class RankGroup:
         try:
             self.worker.agree_on_late()
         except WeightSyncError:
-            if error is not None and not self.worker.is_own_error(error):
+            is_interrupt = not isinstance(error, Exception | None)
+            if error is not None and (is_interrupt or not self.worker.is_own_error(error)):
                 raise error from None
             raise
 
@@ -169,14 +171,34 @@ class RankGroup:
         """
         if self.comm.size == 1:
             return
-        if self.comm.expects:  # this rank left its last call, in which rank 0 still is
-            with suppress(WeightSyncError):
-                self.serve()
+        self._end_left_call()
         own = digest_of_call(call, arguments)
         self._call, self._reply = (call, arguments), own
-        if self.leads and any(digest != own for digest in self.comm.collect(own)):
+        if not self.leads:
+            return
+        self._has_left = True
+        if any(digest != own for digest in self.comm.collect(own)):
             self.comm.broadcast(encode(Compare()))
+            self._has_left = False  # the others leave it too
             compare_arguments(call, arguments, self.comm)
+        self._has_left = False
+
+    def _end_left_call(self) -> None:
+        """End the call that an interrupt made this rank leave, in which the others still are.
+
+        With an error, unless its bytes have been sent: the tensors may be others now.
+        """
+        left = TransferCancelled("a rank left the call, by an interrupt")
+        if self._has_left:  # rank 0, before it sent a command
+            self._has_left = False
+            self.finish(self.version, error=left)
+        if self.comm.expects:
+            self.worker.fault = left
+            try:
+                with suppress(WeightSyncError):
+                    self.serve()
+            finally:
+                self.worker.fault = None
 
     def finish(
         self,
@@ -189,7 +211,13 @@ class RankGroup:
         self.version = version
         if self.comm.size > 1:
             problem = to_problem(error) if error is not None else None
-            self.comm.broadcast(encode(Finished(version=version, report=report, problem=problem)))
+            finished = Finished(version=version, report=report, problem=problem)
+            words = self.comm.words
+            try:
+                self.comm.broadcast(encode(finished))
+            except BaseException:
+                self._has_left = self.comm.words == words  # an interrupt before the others heard
+                raise
 
     def serve(self) -> Finished:
         """Execute rank 0's commands until its call ends. Raises the error of rank 0's call."""
