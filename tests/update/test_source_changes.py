@@ -315,6 +315,7 @@ class TestWrappers:
             "made_of",
             "changed",
             "rounded",
+            "take_merged",
             "device_types",
             "holdings",
             "receiver_path",

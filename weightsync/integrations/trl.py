@@ -59,6 +59,7 @@ Source = Callable[[nn.Module], object]
 class ConnectSettings(TypedDict, total=False):
     """The settings that `WeightSyncCallback` passes to `connect`, where they are documented."""
 
+    at: str | None
     dtype: Dtype | None
     rename: Rename | None
     backend: BackendChoice
