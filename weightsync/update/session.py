@@ -537,7 +537,9 @@ class ReceiverSession:
             with ExitStack() as ends:
                 incoming = self._begin_finish(update_id, request, ends)
                 self._swap(incoming, request)
-                return self._settle(incoming, request)
+                # Not returned here: an interrupt after the call would come outside of the block.
+                reply = self._settle(incoming, request)
+            return reply
 
     def _begin_finish(
         self, update_id: str, request: FinishRequest, ends: ExitStack
