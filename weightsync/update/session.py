@@ -539,7 +539,7 @@ class ReceiverSession:
                 self._swap(incoming, request)
                 # Not returned here: an interrupt after the call would come outside of the block.
                 reply = self._settle(incoming, request)
-            return reply
+            return reply  # noqa: RET504  # see above
 
     def _begin_finish(
         self, update_id: str, request: FinishRequest, ends: ExitStack

@@ -54,7 +54,7 @@ class SetUpdate:
 
     @property
     def _all_ready(self) -> bool:
-        return self._ready == self._parts
+        return self.error is None and self._ready == self._parts
 
 
 class SetCommits(Generic[T]):
