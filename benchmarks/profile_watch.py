@@ -29,7 +29,7 @@ RECEIVER = {
         "_compile": "compile",
         "_compare": "compare",
     },
-    "weightsync.update.session:ReceiverSession": {"_prepare": "prepare", "_commit": "commit"},
+    "weightsync.update.session:ReceiverSession": {"_prepare": "prepare", "_finish": "commit"},
     "weightsync.shm.ring:RingReader": {"wait": "wait", "release": "release"},
     "weightsync.weights.copying.copy_plan:HostCopies": {"run": "copy"},
     "weightsync.weights.copying.copy_plan:CopyAndHash": {"run": "copy and fingerprint"},

@@ -35,7 +35,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/command-line.md", "console"): (3, "tests/cli/test_docs_command_line.py"),
     ("docs/command-line.md", "python"): (1, "tests/cli/test_docs_command_line.py"),
     ("docs/migrating-from-openrlhf.md", "python"): (5, "tests/docs/test_migrating.py"),
-    ("docs/adapters.md", "python"): (5, "the test of this page in tests/vllm and tests/serve"),
+    ("docs/adapters.md", "python"): (5, "tests/serve/test_adapters_page.py"),
     ("docs/migrating-from-trl.md", "python"): (3, "tests/docs/test_migrating.py"),
     ("docs/migrating-from-vllm.md", "python"): (4, "tests/docs/test_migrating.py"),
     ("docs/quickstart.md", "console"): (6, "tests/docs/test_quickstart.py"),

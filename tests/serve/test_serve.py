@@ -204,6 +204,8 @@ def test_what_the_documentation_shows_works(
     named = set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)[^`]*`", table))
     paths = requests.get(f"{url}/openapi.json", timeout=10).json()["paths"]
     assert {"/generate", "/v1/chat/completions", "/status.json", "/resume"} <= named
+    named -= {"/adapters/NAME/", "/adapters/NAME/unload"}
+    assert requests.post(f"{url}/adapters/NAME/unload", timeout=10).status_code == 401
     for path in named - set(paths):
         assert requests.get(f"{url}{path}", timeout=10).status_code == 200, path
 

@@ -19,8 +19,11 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 LONG = [(7 * i * i + 3) % 300 for i in range(140)]
 """A prompt of more than one block of vLLM's cache on a CPU, which has 128 tokens."""
 RANK = 8
-LARGEST_DIFFERENCE = 1e-5
-"""Of log-probabilities in float32 after up to 150 tokens; another version is off by over 0.1."""
+LARGEST_DIFFERENCE = 1e-4
+"""
+Of log-probabilities in float32 after up to 150 tokens, in batches that differ from run to run:
+1,400 answers were at most 9e-6 apart, and more on another CPU. Another version is off by over 0.1.
+"""
 
 Told = tuple[list[int], list[float]]
 
