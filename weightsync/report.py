@@ -118,6 +118,8 @@ class SyncReport:
       between them, as `check_replicas` compares them.
     - `gathered`: where several ranks send, the tensors that they gathered, with the reasons; empty
       if each receiver read what it wants from the ranks that hold it.
+    - `summed`: where several ranks send, the tensors of which the sum over all ranks was compared
+      with that of what each receiver wrote, before the commit; this is done once for each plan.
     - `connect_seconds`: time to connect by phase, if this update connected.
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
@@ -145,6 +147,7 @@ class SyncReport:
     not_finite: tuple[str, ...] = ()
     replicas_differ: tuple[str, ...] = ()
     gathered: Mapping[str, str] = field(default_factory=dict)
+    summed: int = 0
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: Rule = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)

@@ -95,6 +95,11 @@ def held(rank: int) -> tuple[dict[str, str], int]:
     return digests(full), served.shard_nbytes
 
 
+def version(rank: int) -> int:
+    """Return the version of this shard."""
+    return SERVED[-1].receiver.version
+
+
 def end(rank: int) -> None:
     """Close the receiver, and end the server."""
     for served in SERVED:

@@ -63,6 +63,7 @@ def test_nothing_is_gathered(
         assert report.gathered == {}
         level = "arrived" if place.get("sink") == "hook" else "held"
         assert report.verified == (level if verify else "none")
+        assert report.summed == (report.tensors if verify and version == 1 else 0)
         for receiver in report.receivers:
             assert set(receiver.sources) == set(range(len(sent)))
             assert sum(receiver.sources.values()) == report.nbytes
@@ -84,6 +85,7 @@ def test_each_rank_copies_what_it_sends(ranks: Crew, host: Host, kind: str, rele
         sent = ranks.run(work.send_copy_and_step)
         check_sent([(outcome, full) for outcome, full, _ in sent], to, version)
         assert sent[0][0].result.gathered == {}
+        assert sent[0][0].result.summed == (sent[0][0].result.tensors if version == 1 else 0)
         assert sum(nbytes for *_, nbytes in sent) == sent[0][0].result.nbytes
 
 
@@ -123,6 +125,7 @@ def test_a_receiver_of_shards_reads_its_own(
             assert [outcome.text for outcome, _ in sent] == [""] * len(sent)
             report = sent[0][0].result
             assert (report.version, report.gathered, report.verified) == (version, {}, "held")
+            assert report.summed == (report.tensors if version == 1 else 0)
             for full, _ in ranks.run(shard_servers.held):
                 assert {name: full[name] for name in sent[0][1]} == sent[0][1]
         if kind == "wide":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.crew import Crew
+from tests.e2e import misplaced, shard_servers
+from tests.e2e import ranks_at_work as work
 from tests.e2e import stream_faults as faults
 from tests.e2e.processes import Host
-from tests.e2e.test_ranks import check_alike
+from tests.e2e.test_ranks import check_alike, check_sent, receivers, start
 
 
 @pytest.mark.parametrize("what", ["replicated", "columns", "plain", "sums"])
@@ -49,3 +53,44 @@ def test_a_rank_that_was_replaced(ranks: Crew, host: Host) -> None:
         assert "rank" in refused.text
         assert (again.text, again.result.gathered) == ("", {})
         assert {name: to.digests()[name] for name in full} == full
+
+
+@pytest.mark.parametrize(
+    "place", [{}, {"apply": "in_place"}, {"sink": "hook"}, {"sink": "hook", "apply": "in_place"}]
+)
+def test_parts_that_come_to_a_wrong_place(ranks: Crew, host: Host, place: dict[str, Any]) -> None:
+    """Every part has its fingerprint, and none is missing: only the sum over all ranks differs."""
+    (to,) = receivers(host, 1, **place)
+    host.run(misplaced.begin)
+    try:
+        start(ranks, [to])
+        before = to.digests()
+        outcomes = [outcome for outcome, _ in ranks.run(work.step_and_send)]
+    finally:
+        host.run(misplaced.end)
+    check_alike(outcomes, "VerificationError", "tensors are not those that the ranks hold")
+    if place.get("apply") == "in_place":
+        assert to.status()["state"] == "TORN"
+    else:
+        assert (to.digests(), to.reading()) == (before, 0)
+    ranks.run(work.close)
+    start(ranks, [to])
+    sent = ranks.run(work.step_and_send)
+    if place.get("sink") == "hook":
+        for _, full in sent:
+            full.pop("head.weight")
+    check_sent(sent, [to], 1)
+
+
+def test_parts_that_come_to_a_wrong_place_of_shards(ranks: Crew) -> None:
+    urls = ranks.run(shard_servers.serve, "decoder", "auto")
+    try:
+        ranks.run(misplaced.begin)
+        ranks.run(work.start, "fsdp", urls, {})
+        outcomes = [outcome for outcome, _ in ranks.run(work.step_and_send)]
+        check_alike(outcomes, "VerificationError", "tensors are not those that the ranks hold")
+        assert set(ranks.run(shard_servers.version)) == {0}
+    finally:
+        ranks.run(misplaced.end)
+        ranks.run(work.close)
+        ranks.run(shard_servers.end)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying import fingerprint
-from weightsync.weights.copying.checksums import DISAGREE, compose, compose_all, to_hex
+from weightsync.weights.copying.checksums import (
+    DISAGREE,
+    compare_sums,
+    compose,
+    compose_all,
+    join_parts,
+    to_hex,
+)
 from weightsync.weights.copying.fingerprint import mix64, part_of
 from weightsync.weights.copying.shards import Slice, Span
 from weightsync.wire.messages import CheckReply, TensorPart
@@ -55,6 +62,39 @@ def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Slice]]:
 def test_parts_make_the_fingerprint_of_the_whole(cut: tuple[torch.Tensor, list[Slice]]) -> None:
     full, slices = cut
     assert compose("w", parts_of(full, slices)) == to_hex(mix64(as_bytes(full)))
+
+
+@given(cuts(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_sums_of_two_sides_are_compared(
+    cut: tuple[torch.Tensor, list[Slice]], data: st.DataObject
+) -> None:
+    """Ranks and servers cut as they like; a byte in another place, or another one, differs."""
+    full, slices = cut
+    ranks = [{"w": [part]} for part in parts_of(full, slices)]
+    whole = {"w": parts_of(full, [Slice.whole_of(tuple(full.shape))])}
+    workers = [{"w": parts_of(full, list(reversed(slices)))}, whole]
+    assert compare_sums(join_parts(ranks), workers) == ([], {"w"})
+    wrong = full.clone()
+    flat = wrong.view(-1)
+    a, b = (data.draw(st.integers(0, full.numel() - 1)) for _ in range(2))
+    flat[[a, b]] = flat[[b, a]].clone()
+    if torch.equal(wrong, full):
+        flat[a] += 1
+    damaged = [*workers, {"w": parts_of(wrong, slices)}]
+    assert compare_sums(join_parts(ranks), damaged) == (["w"], {"w"})
+
+
+def test_what_is_not_complete_is_not_compared() -> None:
+    full = torch.arange(12, dtype=torch.uint8)
+    halves = [Slice((12,), (((0, 6),),)), Slice((12,), (((6, 12),),))]
+    first, second = parts_of(full, halves)
+    both = {"w": [first, second]}
+    assert compare_sums(both, [{"w": [first]}, {"w": [second]}]) == ([], {"w"})
+    assert compare_sums(both, [{"w": [first]}]) == ([], set())
+    assert compare_sums({"w": [first]}, [both]) == ([], set())
+    assert compare_sums(both, [both, {}]) == ([], set())
+    assert compare_sums(join_parts([both, {"w": []}]), [both]) == ([], set())
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -13,8 +13,9 @@ from weightsync.backends.base import Check, LoadContext, Received
 from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest
-from weightsync.tensors import from_bytes
+from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights.copying import arena
+from weightsync.weights.copying.fingerprint import parts_of
 from weightsync.weights.copying.layout import aligned, layer_of
 from weightsync.weights.copying.rank_streams import RankStream
 from weightsync.weights.copying.shards import Slice
@@ -27,6 +28,7 @@ from weightsync.weights.sinks.base import (
     users_code,
     uses,
 )
+from weightsync.wire.messages import TensorPart
 
 _OPEN_GROUPS = 2
 """Groups that are filled at the same time, unless a stream needs another one to go on."""
@@ -71,12 +73,21 @@ class GroupPlan:
 class Assembly:
     """One update of a hook: streams fill groups in threads, and the caller's thread passes them on.
 
-    Buffers are reused from group to group, and kept in `spare` for the next update.
+    Buffers are reused from group to group, and kept in `spare` for the next update. With `sums`,
+    `parts` has those of the mix64 of the tensors that were passed on.
     """
 
     def __init__(
-        self, plan: GroupPlan, target: LoadTarget, context: LoadContext, spare: list[torch.Tensor]
+        self,
+        plan: GroupPlan,
+        target: LoadTarget,
+        context: LoadContext,
+        spare: list[torch.Tensor],
+        *,
+        sums: bool = False,
     ) -> None:
+        self.parts: dict[str, list[TensorPart]] = {}
+        self._sums = sums
         self._plan = plan
         self._target = target
         self._context = context
@@ -165,6 +176,12 @@ class Assembly:
             (plan.model.specs[i].name, own_storage(self._flat(i, buffer)))
             for i in plan.groups[group]
         ]
+        if self._sums:
+            specs = [plan.model.specs[i] for i in plan.groups[group]]
+            self.parts |= parts_of(
+                (name, flat, Slice.whole_of(spec.shape), TORCH_DTYPES[spec.dtype].itemsize)
+                for (name, flat), spec in zip(flats, specs, strict=True)
+            )
         counts = [uses(flat) for _, flat in flats]
         pairs: list[NamedTensor] = [
             (name, from_bytes(flat, plan.model.specs[i]))

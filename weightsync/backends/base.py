@@ -34,7 +34,7 @@ from weightsync.weights.lines.stream_lines import PlacedStreams
 from weightsync.weights.sinks.base import HOOK_ADVICE, LoadTarget, Verification, users_code
 from weightsync.weights.sources.base import WeightSource
 from weightsync.wire.codec import decode_payload
-from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage, TensorPart
 from weightsync.wire.offers import InitInfo
 
 __all__ = [
@@ -192,7 +192,8 @@ class Received:
     several ranks, with the digest of the streams. `waited_s` is for how long it waited for the
     sender's bytes. `read_nbytes` are the bytes of the stream that were read for it, `sources` these
     by rank, where several send. `extra_nbytes` is memory that the transfer took beside that which
-    its load target counts.
+    its load target counts. `parts` are those of the mix64 of the tensors that were written, where
+    the update wants them.
     """
 
     manifest: Manifest
@@ -205,6 +206,7 @@ class Received:
     read_nbytes: int = 0
     sources: Mapping[int, int] = field(default_factory=dict)
     extra_nbytes: int = 0
+    parts: Mapping[str, list[TensorPart]] = field(default_factory=dict)
 
 
 Steps = Generator[None, None, Received]

@@ -22,8 +22,9 @@ from weightsync.backends.assembly import Assembly, GroupPlan
 from weightsync.backends.base import LoadContext, Received, Steps, WeightTransferEngine
 from weightsync.errors import ProtocolError, VerificationError, shorten
 from weightsync.specs import Manifest
+from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.copy_plan import Memory
-from weightsync.weights.copying.fingerprint import as_words, table_digest
+from weightsync.weights.copying.fingerprint import as_words, parts_of, table_digest
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import (
     RankStream,
@@ -31,15 +32,16 @@ from weightsync.weights.copying.rank_streams import (
     check_coverage,
     stream_of,
 )
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.deltas.change_log import StreamDeltas
 from weightsync.weights.lines.stream_lines import PlacedStreams
 from weightsync.weights.sinks.base import LoadTarget, Together, Verification
 from weightsync.wire.codec import decode_payload, manifest_from_wire, manifest_to_wire
-from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
-from weightsync.wire.offers import InitInfo, StreamPackets, StreamsInfo
+from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage, TensorPart
+from weightsync.wire.offers import InitInfo, StreamPackets, StreamsInfo, StreamsUpdate
 from weightsync.wire.struct_types import prepare
 
-prepare(StreamsInfo, StreamPackets)
+prepare(StreamsInfo, StreamsUpdate, StreamPackets)
 
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
@@ -56,6 +58,21 @@ class _StreamTarget(LoadTarget):
 
     def commit(self) -> None:
         raise NotImplementedError("the load target of the model is committed")
+
+
+def _parts_in(model: Manifest, memory: Memory) -> dict[str, list[TensorPart]]:
+    """Return the parts of the tensors' mix64 that a memory holds of a model."""
+    specs = model.specs
+    if memory.shares is None:
+        return parts_of(
+            (spec.name, flat, Slice.whole_of(spec.shape), TORCH_DTYPES[spec.dtype].itemsize)
+            for spec, flat in zip(specs, memory.tensors, strict=True)
+        )
+    return parts_of(
+        (specs[share.index].name, flat, share.box, TORCH_DTYPES[specs[share.index].dtype].itemsize)
+        for share, flat in zip(memory.shares, memory.tensors, strict=True)
+        if share.box is not None
+    )
 
 
 def _given(part: LoadTarget, _: StreamLayout) -> LoadTarget:
@@ -128,16 +145,14 @@ class RankStreamsEngine(WeightTransferEngine):
         """Load all streams into one load target, all at about one pace."""
         if self._layout is None:
             return self._engines[0].receive_weights(update_info, context)
-        payloads, wanted = update_info.payload, len(self._engines)
         if update_info.manifest is not None:
-            wanted = 1
+            return self._engines[0].receive_weights(update_info, context)
         if update_info.delta is not None:
             return self._receive_deltas(update_info, context)
-        if not isinstance(payloads, list) or len(payloads) != wanted:
-            raise ProtocolError(f"an update of {wanted} ranks needs a payload of each")
-        if update_info.manifest is not None:
-            first = structs.replace(update_info, payload=payloads[0])
-            return self._engines[0].receive_weights(first, context)
+        update = decode_payload(update_info.payload, StreamsUpdate)
+        payloads, sums = update.payloads, update.sums
+        if len(payloads) != len(self._engines):
+            raise ProtocolError(f"an update of {len(self._engines)} ranks needs a payload of each")
         target = context.open_target(self._layout)
         infos = [structs.replace(update_info, payload=payload) for payload in payloads]
 
@@ -146,11 +161,13 @@ class RankStreamsEngine(WeightTransferEngine):
             with self._naming_tensors(self._streams[i]):
                 return self._engines[i].receive_weights(infos[i], own)
 
+        parts: Mapping[str, list[TensorPart]] = {}
         if target.memory is None:
-            received = self._through_hook(target, context, receive)
+            received, parts = self._through_hook(target, context, receive, sums=sums)
         else:
-            parts = self._parts(target, target.memory)
-            received = self._in_turns(infos, parts, context)
+            received = self._in_turns(infos, self._parts(target, target.memory), context)
+            if sums:
+                parts = _parts_in(self._layout.manifest, target.memory)
         joined = self._joined(self._layout.manifest, received, verify=update_info.verify)
         # A hook's target counts one group, that of a ring.
         groups = [buffer.numel() for buffer in self._spare]
@@ -159,6 +176,7 @@ class RankStreamsEngine(WeightTransferEngine):
             joined,
             extra_nbytes=sum(groups) - max(groups, default=0),
             stream_totals=totals if update_info.delta_follows else None,
+            parts=parts,
         )
 
     def _receive_deltas(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
@@ -226,16 +244,22 @@ class RankStreamsEngine(WeightTransferEngine):
         target: LoadTarget,
         context: LoadContext,
         receive: Callable[[int, LoadTarget, LoadContext], Received],
-    ) -> list[Received]:
-        """Receive all streams at once, and pass whole tensors to a hook, layer by layer."""
+        *,
+        sums: bool,
+    ) -> tuple[list[Received], dict[str, list[TensorPart]]]:
+        """Receive all streams at once, and pass whole tensors to a hook, layer by layer.
+
+        Returns also the parts of these tensors' mix64, where `sums` are wanted.
+        """
         assert self._layout is not None
         if self._groups is None or self._groups[0] is not target.together:
             plan = GroupPlan(self._layout.manifest, self._streams, target.together)
             self._groups = target.together, plan
         # The hook runs in this thread, and may keep what it gets; the streams' bytes are copied.
         own = replace(context, mark_dirty=lambda: None, lends_views=True)
-        assembly = Assembly(self._groups[1], target, context, self._spare)
-        return assembly.run(lambda i, part, check: receive(i, part, replace(own, check=check)))
+        assembly = Assembly(self._groups[1], target, context, self._spare, sums=sums)
+        received = assembly.run(lambda i, part, check: receive(i, part, replace(own, check=check)))
+        return received, assembly.parts
 
     def _joined(
         self,

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from weightsync.backends.base import Reader, Replies, Round
 from weightsync.report import SyncReport
-from weightsync.wire.messages import DeltaTerms
+from weightsync.wire.messages import DeltaTerms, TensorPart
 from weightsync.wire.offers import ManifestMessage, WantsInfo
 from weightsync.wire.problem import Problem
 
@@ -165,10 +165,12 @@ class Begin(Command, frozen=True, kw_only=True):
     results say so. `offer` stands for a `delta` that the ranks decide about. `apart`: no rank waits
     for another one before the End, where those reply that have failed in the transfer. Each decides
     about an offer by itself then, and no rank transfers where some send a delta and others do not.
+    `sums`: the results of the End have the parts of the mix64 of each tensor of a whole model.
     """
 
     readers: ReadersByRank
     verify: bool
+    sums: bool = False
     apart: bool = False
     pairs: bool = False
     checks_memory: bool = False
@@ -267,7 +269,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     before it began, `estimate` None on a rank without receivers. `delta` has the terms of a delta,
     `delta_lines` and `delta_nbytes` its changed lines and the bytes of its packets. `merged` has
     the elements that adapters changed and those that lost the adapter in rounding, where the source
-    merges them.
+    merges them. `parts` are those of the mix64 of the tensors of which this rank sent boxes.
     """
 
     problem: Problem | None = None
@@ -290,6 +292,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     delta_lines: int = 0
     delta_nbytes: int = 0
     merged: tuple[int, int] | None = None
+    parts: dict[str, list[TensorPart]] = {}
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from msgspec import structs
 
 from weightsync.backends.base import (
@@ -80,7 +81,10 @@ from weightsync.ranks.update_source import (
 )
 from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.shm.wait import Heartbeat
+from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
+from weightsync.weights.copying.fingerprint import parts_of
 from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.rank_streams import RankStream
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.lines.memory import count_lines_of, why_no_kernels
 from weightsync.weights.sources.base import (
@@ -93,7 +97,7 @@ from weightsync.weights.sources.base import (
 from weightsync.weights.sources.finite import CheckFinite
 from weightsync.weights.sources.wrapping import innermost
 from weightsync.wire.codec import manifest_to_wire
-from weightsync.wire.messages import SharedMemoryUsage
+from weightsync.wire.messages import SharedMemoryUsage, TensorPart
 from weightsync.wire.offers import WantsInfo
 
 logger = logging.getLogger(__name__)
@@ -143,6 +147,9 @@ class RankWorker:
         self._model_layout: StreamLayout | None = None
         self._cuts: tuple[StreamPlan, list[WantsInfo], StreamPlan] | None = None
         self._stream: SourceOfUpdate | None = None
+        self._own_boxes: RankStream | None = None
+        self._sums = False
+        self._parts: dict[str, list[TensorPart]] = {}
         self._streamed: StreamSource | None = None
         self._options = replace(options, device=source_device(source))
         self._backends = {backend.name: backend for backend in backends}
@@ -364,6 +371,7 @@ class RankWorker:
                 f"{command.streams}; connect again"
             )
         self.stream_lines = [count_lines_of(stream.manifest) for stream in plan.streams]
+        self._own_boxes = plan.streams[self._ranks.rank]
         if self._snapshot is not None:
             return SourceOfUpdate(self._snapshot, None, self._check_finite)
         source = self._streamed = self._stream_source(plan)
@@ -550,6 +558,15 @@ class RankWorker:
         return known
 
     @property
+    def sums_for(self) -> str:
+        """The plan of which the sums over all ranks are compared with those of receivers.
+
+        "" for none: a source that makes its tensors for each update has them no more when they are
+        sent.
+        """
+        return self._stream_digest if self.plan.stays else ""
+
+    @property
     def lines_digest(self) -> str:
         """The key of the fingerprint of the lines that this rank sends, among the digests."""
         return f"{LINES_DIGEST} {self._stream_digest}" if self._stream_digest else LINES_DIGEST
@@ -615,6 +632,7 @@ class RankWorker:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.is_apart, self._transfers, self.late = command.apart, False, None
         self._has_failed = False
+        self._sums, self._parts = command.sums, {}
         self.reading = self._readers_of(command.readers)
         self._passes = [name for name in command.readers if not self.backend(name).requires]
         self.sent.refresh(passes=len(self._passes))
@@ -670,6 +688,8 @@ class RankWorker:
                         self.engines[name].transfer(self._check_all)
                     elif self._gathers_in(name, update, packed=True):
                         self.sent.drain(self._check_all)
+                if self._sums and update.terms is None:
+                    self._parts = self._sum_up()
             except BaseException as exc:
                 self._has_failed = not isinstance(exc, Cancellation)
                 for name in self.reading:
@@ -682,6 +702,21 @@ class RankWorker:
         if self._changes is not None:
             self._changes.note_sent()
         return CommandResult()
+
+    def _sum_up(self) -> dict[str, list[TensorPart]]:
+        """Return the parts of the mix64 of the tensors that this rank's boxes make, as sent."""
+        stream, tensors = self._own_boxes, self.sent.tensors_to_sample()
+        if stream is None or tensors is None:
+            return {}
+        specs = [stream.model.specs[index] for index in stream.indices]
+        dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
+        with torch.no_grad():
+            return parts_of(
+                (spec.name, contiguous_bytes(tensor.to(dtype)), box, dtype.itemsize)
+                for spec, dtype, box, tensor in zip(
+                    specs, dtypes, stream.boxes, tensors, strict=True
+                )
+            )
 
     def _keep_alive(self, command: KeepAlive) -> CommandResult:
         """Return the liveness counters of this rank's readers."""
@@ -715,6 +750,7 @@ class RankWorker:
     def _end(self) -> CommandResult:
         """End the update on all engines, also after a failure; base engines end last."""
         update, self._update = self._update, None
+        parts, self._parts = self._parts, {}
         engines = [self.engines[name] for name in self.reading]
         with ExitStack() as stack:
             changed: list[str] = []
@@ -738,6 +774,7 @@ class RankWorker:
             merged=merged,
             extra_nbytes=self._extra_nbytes(),
             written_nbytes=sum(_of_memory(engine, "written_nbytes") for engine in engines),
+            parts=parts,
         )
 
     def _is_adopted(self, index: int, address: int) -> bool:

@@ -21,7 +21,7 @@ from weightsync.server.metrics import MoreMetrics
 from weightsync.server.router import weight_router
 from weightsync.transports.calls import CallThreads
 from weightsync.update.lifecycle import State, new_update_id
-from weightsync.weights.copying.checksums import compose_all
+from weightsync.weights.copying.checksums import compose_all, join_parts
 from weightsync.wire.messages import (
     AbortRequest,
     CheckReply,
@@ -124,6 +124,7 @@ def merge_steps(replies: Sequence[StepReply]) -> StepReply:
         delta=any(reply.delta for reply in replies),
         names_nothing=any(reply.names_nothing for reply in replies),
         sources=_sum_sources(reply.sources for reply in replies),
+        parts=join_parts(reply.parts for reply in replies),
     )
 
 

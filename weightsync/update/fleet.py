@@ -111,7 +111,8 @@ class Member:
     `unfinished` and `unaborted` are an update whose finish or abort the receiver did not confirm;
     that request is sent again before the next update. `last_finish_sent` is the update of the last
     finish request. `delta_base` is the id of the weights that the receiver holds, as far as a delta
-    can be applied to them.
+    can be applied to them. `summed` is the plan of several ranks of which the sums over all of them
+    were those of this receiver.
     """
 
     transport: BaseTransport
@@ -135,6 +136,7 @@ class Member:
     unaborted: str | None = None
     last_finish_sent: str | None = None
     delta_base: str | None = None
+    summed: str = ""
 
     @property
     def target(self) -> str:

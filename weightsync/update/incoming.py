@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ from weightsync.weights.lines.spot_check import Look, SpotCheck, TensorPlaces
 from weightsync.weights.lines.stream_lines import PlacedStreams, StreamLines
 from weightsync.weights.sinks.base import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.tensor_kinds import check_agreement
-from weightsync.wire.messages import DeltaForm, StepReply
+from weightsync.wire.messages import DeltaForm, StepReply, TensorPart
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class IncomingUpdate:
     stream_totals: tuple[str, Sequence[int | None]] | None = None
     sources: dict[int, int] = field(default_factory=dict)
     extra_nbytes: int = 0
+    parts: Mapping[str, list[TensorPart]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.time)
@@ -112,6 +113,7 @@ class IncomingUpdate:
         for rank, nbytes in received.sources.items():
             self.sources[rank] = self.sources.get(rank, 0) + nbytes
         self.extra_nbytes = max(self.extra_nbytes, received.extra_nbytes)
+        self.parts = received.parts
         if received.waited_s:
             self.seconds["wait"] = self.seconds.get("wait", 0.0) + received.waited_s
         # Of one message: several are of no stream whose lines could be added up.
@@ -201,6 +203,8 @@ class IncomingUpdate:
             delta=any(isinstance(target, DeltaTarget) for target in targets),
             names_nothing=any(target.named is False for target in targets),
             sources=self.sources,
+            # Compared before the commit; a reply that stays in memory needs them no more.
+            parts=dict(self.parts) if state is State.PREPARED else {},
         )
 
     def timed(self, phase: str, started: float) -> None:

@@ -52,6 +52,7 @@ from weightsync.update.fleet import (
     raise_first,
 )
 from weightsync.update.paths import PathSelector
+from weightsync.weights.copying.checksums import compare_sums, join_parts
 from weightsync.weights.copying.fingerprint import as_words, joined_totals, table_digest
 from weightsync.weights.sources.base import NamedTensors
 from weightsync.wire.codec import InvalidReplyError
@@ -68,9 +69,10 @@ from weightsync.wire.messages import (
     StartTerms,
     StateName,
     StepReply,
+    TensorPart,
     UpdateRequest,
 )
-from weightsync.wire.offers import StreamPackets
+from weightsync.wire.offers import StreamPackets, StreamsUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +141,8 @@ class UpdateTransaction:
         self._sourceless = False
         self._late: Sequence[Member] = ()
         self._version: int | None = None
+        self._sums = False
+        self._summed = 0
 
     def absorb(self, replies: Mapping[Member, StepReply]) -> None:
         """Add the replies of members that failed here and received the same version afterwards."""
@@ -205,6 +209,7 @@ class UpdateTransaction:
             except UnlikeRanksError:
                 self._offer = None  # they have decided, and none sends a delta
                 self._transfer(terms=terms, prepare=True)
+            self._check_sums()
             if same_as is not None:
                 same_as.check_unchanged(self.table_digests, layout, verify=verify)
             self.finish()
@@ -357,6 +362,7 @@ class UpdateTransaction:
             not_finite=self._not_finite(),
             replicas_differ=self._group.worker.replicas.take_differing(),
             gathered=self._gathered(),
+            summed=self._summed,
             merge=self._merge(),
             rule=self.rule,
         )
@@ -405,7 +411,9 @@ class UpdateTransaction:
             delta=self._delta,
             offer=self._offer,
             apart=self._is_apart(pairs=pairs),
+            sums=self._wants_sums(members, pairs=pairs),
         )
+        self._sums = begin.sums
         epoch = next(_EPOCHS)
 
         def request(member: Member) -> Request:
@@ -446,6 +454,40 @@ class UpdateTransaction:
                 raise ConfigError(
                     f"backend {member.backend!r}: table_digest is None after a verified transfer"
                 )
+
+    def _wants_sums(self, members: Sequence[Member], *, pairs: bool) -> bool:
+        """Whether sums over all ranks are compared: once for each plan and receiver."""
+        if pairs or not (self._whole and self._verify and self._group.sends_streams):
+            return False
+        plan = self._group.worker.sums_for
+        return bool(plan) and any(member.summed != plan for member in members)
+
+    def _check_sums(self) -> None:
+        """Compare the tensors as all ranks hold them with those that the receivers have loaded.
+
+        Each byte was compared where it was copied; this says that each was copied to its place,
+        once, whatever the plan. Raises VerificationError, before anything is committed.
+        """
+        if not self._sums or self.is_delta:
+            return
+        servers: dict[object, list[Mapping[str, Sequence[TensorPart]]]] = {}
+        for member in self._staying:
+            parts = self.replies[member].parts
+            servers.setdefault(member.server or member, []).append(parts)
+        wrong, compared = compare_sums(
+            join_parts(result.parts for result in self._results),
+            [join_parts(parts) for parts in servers.values()],
+        )
+        if wrong:
+            raise VerificationError(
+                f"{len(wrong)} tensors are not those that the ranks hold together, though each "
+                f"part of them arrived: {shorten(wrong)}; the update is not applied. Where nothing "
+                "wrote to them meanwhile, please report it, with the placements of both sides",
+                names=wrong,
+            )
+        self._summed = len(compared)
+        for member in self._staying:
+            member.summed = self._group.worker.sums_for
 
     def _end_transfer(self) -> list[CommandResult]:
         """End the transfer on all ranks. Raises the error of a rank that transferred by itself."""
@@ -535,9 +577,9 @@ class UpdateTransaction:
         if member.ranks and delta is not None:
             payload = [self._packets(member, rank) for rank in member.ranks]
             manifest, delta = None, _joined_terms([self._begun[rank] for rank in member.ranks])
-        elif member.ranks:  # tensors of the caller's are all sent by one rank
-            ranks = member.ranks if manifest is None else (member.rank,)
-            payload = [self._payload(member, rank) for rank in ranks]
+        elif member.ranks and manifest is None:
+            payloads = [self._payload(member, rank) for rank in member.ranks]
+            payload = StreamsUpdate(payloads=payloads, sums=self._sums)
         return RegisteredUpdate(
             sender=member.sender,
             epoch=epoch,

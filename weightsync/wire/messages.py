@@ -453,7 +453,8 @@ class StepReply(ReplyMessage, frozen=True, kw_only=True):
     use, if the receiver can apply a delta to them. `delta`: only the lines that changed were
     written, and verified.
     `names_nothing`: a hook took the tensors, and returned no names of what it loaded. `sources` has
-    the bytes that were copied from each rank, where several send.
+    the bytes that were copied from each rank, where several send. `parts` are those of the mix64 of
+    each tensor that the update wrote, where it wants them; none of one whose slices cut too much.
     """
 
     state: StateName
@@ -470,6 +471,7 @@ class StepReply(ReplyMessage, frozen=True, kw_only=True):
     delta: bool = False
     names_nothing: bool = False
     sources: dict[int, int] = {}
+    parts: dict[str, list[TensorPart]] = {}
 
 
 class TensorPart(ReplyMessage, frozen=True, kw_only=True):

@@ -189,6 +189,16 @@ class StreamsInfo(Message, frozen=True, kw_only=True):
     streams: Annotated[list[StreamInfo], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
+class StreamsUpdate(Message, frozen=True, kw_only=True):
+    """The payload of each rank, of an update of the whole model.
+
+    `sums`: the reply has the `parts` of each tensor that this update wrote.
+    """
+
+    payloads: Annotated[list[Any], Meta(min_length=1, max_length=MAX_RANKS)]
+    sums: bool = False
+
+
 class StreamPackets(Message, frozen=True, kw_only=True):
     """The packets of one rank's delta; `payload` is for the engine alone.
 

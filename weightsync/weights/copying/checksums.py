@@ -6,7 +6,7 @@ all workers are added up. Imported where no torch is loaded, by `weightsync.serv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from weightsync.errors import ProtocolError
 from weightsync.wire.messages import CheckReply, TensorPart
@@ -73,6 +73,51 @@ def compose(name: str, parts: Sequence[TensorPart]) -> str:
     for place, word in cut.items():
         total += mixed_word(word, place)
     return to_hex(settled(total, first.nbytes))
+
+
+def join_parts(
+    of_processes: Iterable[Mapping[str, Sequence[TensorPart]]],
+) -> dict[str, list[TensorPart]]:
+    """Return the parts that several processes make of each tensor, together.
+
+    An empty list says that a process made none, and makes the joined one empty.
+    """
+    found: dict[str, list[TensorPart]] = {}
+    missing: set[str] = set()
+    for parts in of_processes:
+        for name, own in parts.items():
+            found.setdefault(name, []).extend(own)
+            if not own:
+                missing.add(name)
+    return {name: [] if name in missing else parts for name, parts in found.items()}
+
+
+def compare_sums(
+    sent: Mapping[str, Sequence[TensorPart]], held: Sequence[Mapping[str, Sequence[TensorPart]]]
+) -> tuple[list[str], set[str]]:
+    """Compare full tensors with what each of several servers holds of them.
+
+    Returns the names that differ, and those that were compared: all of which `sent` has each byte,
+    and either each server or all of them together as well.
+    """
+    wrong: dict[str, None] = {}
+    compared: set[str] = set()
+    for name, parts in sent.items():
+        own = [each[name] for each in held if each.get(name)]
+        if not parts or len(own) < len(held):
+            continue
+        try:
+            wanted = compose(name, parts)
+            try:
+                found = {compose(name, each) for each in own}
+            except ProtocolError:  # workers that were connected as servers of their own
+                found = {compose(name, [part for each in own for part in each])}
+        except ProtocolError:
+            continue
+        compared.add(name)
+        if found != {wanted}:
+            wrong[name] = None
+    return list(wrong), compared
 
 
 def compose_all(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import xxhash
@@ -29,6 +29,7 @@ __all__ = [
     "mixed_total",
     "mixed_words",
     "part_of",
+    "parts_of",
     "table_digest",
     "to_hex",
     "xxh3",
@@ -84,8 +85,15 @@ def mixed_rows(rows: torch.Tensor, first: int, stride: int) -> int:
 
     Row i begins at word `first + i * stride` of the fingerprinted bytes. Waits for a GPU.
     """
-    width = rows.shape[1] // WORD
-    height = max(_BLOCK_WORDS[rows.device.type] // width, 1)
+    width, block_words = rows.shape[1] // WORD, _BLOCK_WORDS[rows.device.type]
+    if width > block_words:  # a whole tensor, for instance, has one row
+        columns = range(0, width, block_words)
+        parts = (rows[:, WORD * at : WORD * (at + block_words)] for at in columns)
+        sums = (
+            mixed_rows(part, first + at, stride) for at, part in zip(columns, parts, strict=True)
+        )
+        return sum(sums) & MASK
+    height = block_words // width
     total = 0
     for at in range(0, rows.shape[0], height):
         block = rows[at : at + height]
@@ -132,6 +140,23 @@ def part_of(name: str, flat: torch.Tensor, held: Slice, itemsize: int) -> Tensor
         words=words,
         pieces=pieces,
     )
+
+
+def parts_of(
+    tensors: Iterable[tuple[str, torch.Tensor, Slice, int]],
+) -> dict[str, list[TensorPart]]:
+    """Return the parts of full tensors' mix64 that boxes make: (name, bytes, box, itemsize) each.
+
+    A tensor whose boxes cut too many words has an empty list.
+    """
+    found: dict[str, list[TensorPart]] = {}
+    refused: set[str] = set()
+    for name, flat, box, itemsize in tensors:
+        try:
+            found.setdefault(name, []).append(part_of(name, flat, box, itemsize))
+        except ConfigError:
+            refused.add(name)
+    return {name: [] if name in refused else parts for name, parts in found.items()}
 
 
 def table_digest(fingerprints: Sequence[int]) -> str:
