@@ -22,6 +22,7 @@ from weightsync.weights.copying.shards import Slice
 from weightsync.weights.sinks.base import (
     LoadTarget,
     NamedTensor,
+    PartTarget,
     Together,
     own_storage,
     refuse_kept,
@@ -254,7 +255,7 @@ class Assembly:
         return arena.allocate(largest, device)
 
 
-class _BoxTarget(LoadTarget):
+class _BoxTarget(PartTarget):
     """Takes the boxes of one stream, whose memory is valid until `load` returns."""
 
     users_own = False
@@ -264,6 +265,3 @@ class _BoxTarget(LoadTarget):
 
     def load(self, pairs: Sequence[NamedTensor]) -> None:
         self._fill(pairs)
-
-    def commit(self) -> None:
-        raise NotImplementedError("the load target of the model is committed")

@@ -35,7 +35,7 @@ from weightsync.weights.copying.rank_streams import (
 from weightsync.weights.copying.shards import Slice
 from weightsync.weights.deltas.change_log import StreamDeltas
 from weightsync.weights.lines.stream_lines import PlacedStreams
-from weightsync.weights.sinks.base import LoadTarget, Together, Verification
+from weightsync.weights.sinks.base import LoadTarget, PartTarget, Together, Verification
 from weightsync.wire.codec import decode_payload, manifest_from_wire, manifest_to_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage, TensorPart
 from weightsync.wire.offers import InitInfo, StreamPackets, StreamsInfo, StreamsUpdate
@@ -46,8 +46,8 @@ prepare(StreamsInfo, StreamsUpdate, StreamPackets)
 _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
 
-class _StreamTarget(LoadTarget):
-    """The part of a load target that one stream writes to; the whole one is committed."""
+class _StreamTarget(PartTarget):
+    """The places of one stream's boxes in the memory of a load target."""
 
     def __init__(self, places: StreamPlaces, target: LoadTarget) -> None:
         self.memory = places.memory
@@ -55,9 +55,6 @@ class _StreamTarget(LoadTarget):
         # Lines of shards are added up as they arrive, if a delta may follow.
         is_sharded = target.memory is not None and target.memory.shares is not None
         self.takes_deltas = target.takes_deltas and is_sharded
-
-    def commit(self) -> None:
-        raise NotImplementedError("the load target of the model is committed")
 
 
 def _parts_in(model: Manifest, memory: Memory) -> dict[str, list[TensorPart]]:

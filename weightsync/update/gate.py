@@ -47,8 +47,8 @@ class _ReadScope:
     gate: ReadWriteGate | None = None
 
 
-class _Door:
-    """What gates that stand beside each other share: their readers, and which of them is held."""
+class _GateGroup:
+    """Gates whose readers are the same: these, and which of the gates is held."""
 
     def __init__(
         self, lock: threading.RLock | None, on_hold: OnHold | None, on_release: OnRelease | None
@@ -136,9 +136,11 @@ class ReadWriteGate:
         beside: ReadWriteGate | None = None,
     ) -> None:
         self._refuse = refuse
-        self._door: _Door = _Door(lock, on_hold, on_release) if beside is None else beside._door
-        self._door.gpus.append(gpus)
-        self._condition = self._door.condition
+        self._group: _GateGroup = (
+            _GateGroup(lock, on_hold, on_release) if beside is None else beside._group
+        )
+        self._group.gpus.append(gpus)
+        self._condition = self._group.condition
         self._held_since: float | None = None
 
     @property
@@ -154,12 +156,12 @@ class ReadWriteGate:
         the outer block. Blocks may end in any order and in any thread; the last one ends the read.
         """
         # Inside `try` from the first line: an interrupt may come at any point.
-        block, scope = object(), self._door.inside.get()
+        block, scope = object(), self._group.inside.get()
         try:
             if scope is None or not self._join(scope, block):
                 scope = _ReadScope()
                 self._enter(scope, block, timeout_s)
-                self._door.inside.set(scope)
+                self._group.inside.set(scope)
             yield
         finally:
             if scope is not None and block in scope.blocks:
@@ -178,14 +180,14 @@ class ReadWriteGate:
         """
         self._refuse_to_wait_for_callers()
         started = time.perf_counter()
-        self._door.enter(self, timeout_s)
+        self._group.enter(self, timeout_s)
         try:
             with self._condition:
                 # The time that `on_hold` waited for a decode step is generation, not stall.
                 self._held_since = time.perf_counter()
                 left_s = max(timeout_s - (time.perf_counter() - started), 0.0)
-                self._condition.wait_for(lambda: not self._door.readers, left_s)
-                inside = len(self._door.readers)
+                self._condition.wait_for(lambda: not self._group.readers, left_s)
+                inside = len(self._group.readers)
             if not inside and self._kernels_ended(started + timeout_s):
                 return
         except BaseException:
@@ -207,7 +209,7 @@ class ReadWriteGate:
         """Raise TransferError where a reader in this process waits for this call."""
         callers = waiting_callers()
         with self._condition:
-            waits = any(not scope.owners.isdisjoint(callers) for scope in self._door.readers)
+            waits = any(not scope.owners.isdisjoint(callers) for scope in self._group.readers)
         if waits:
             raise TransferError(
                 "weights were sent inside a reading() block of the receiver that they are for, by "
@@ -217,7 +219,7 @@ class ReadWriteGate:
 
     def _kernels_ended(self, deadline: float) -> bool:
         """Wait for the work that former readers queued on their streams; False at the deadline."""
-        while not self._door.marks.passed():
+        while not self._group.marks.passed():
             if time.perf_counter() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -227,7 +229,7 @@ class ReadWriteGate:
         """Let readers enter again; return the seconds for which they were blocked."""
         with self._condition:
             since, self._held_since = self._held_since, None
-        self._door.leave(self)
+        self._group.leave(self)
         return time.perf_counter() - since if since is not None else 0.0
 
     def _join(self, scope: _ReadScope, block: object) -> bool:
@@ -242,7 +244,7 @@ class ReadWriteGate:
 
     def _enter(self, scope: _ReadScope, block: object, timeout_s: float) -> None:
         with self._condition:
-            if not self._condition.wait_for(lambda: not self._door.holders, timeout_s):
+            if not self._condition.wait_for(lambda: not self._group.holders, timeout_s):
                 self._refuse()  # names the update, where the weights in use have changed
                 raise NotReadyError(
                     f"an update has held generation for {timeout_s:g} s; see weight_info",
@@ -251,17 +253,17 @@ class ReadWriteGate:
             self._refuse()
             scope.blocks.add(block)
             scope.gate = self
-            self._door.readers.add(scope)
+            self._group.readers.add(scope)
 
     def _leave(self, scope: _ReadScope, block: object) -> None:
         with self._condition:
             try:
-                self._door.marks.put({gpu for gpus in self._door.gpus for gpu in gpus()})
+                self._group.marks.put({gpu for gpus in self._group.gpus for gpu in gpus()})
             finally:
                 if scope.blocks <= {block}:
-                    self._door.readers.discard(scope)
+                    self._group.readers.discard(scope)
                 scope.blocks.discard(block)
                 if not scope.blocks:
                     scope.owners = frozenset()  # a context keeps the scope, and that of a task it
-                if not self._door.readers:
+                if not self._group.readers:
                     self._condition.notify_all()

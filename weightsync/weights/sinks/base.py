@@ -181,6 +181,13 @@ class LoadTarget(ABC):
         """Abandon the update. The next update may overwrite staged memory."""
 
 
+class PartTarget(LoadTarget):
+    """The part of a load target that one of several streams writes to; the whole is committed."""
+
+    def commit(self) -> None:
+        raise NotImplementedError("the load target of the model is committed")
+
+
 class ArenaTarget(LoadTarget):
     """A load target whose `memory` stays, and holds the weights in use after a commit.
 
