@@ -15,12 +15,14 @@ from msgspec import structs
 
 from tests.soak.sizes import sizes
 from tests.weights.test_reshard import Case, cases, cut, random_tensor
+from weightsync.backends.rank_streams import parts_in
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError
 from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes
+from weightsync.weights.copying.checksums import compare_sums, join_parts
 from weightsync.weights.copying.copy_plan import Memory, Share, UnitCompiler
-from weightsync.weights.copying.fingerprint import xxh3
+from weightsync.weights.copying.fingerprint import parts_of, xxh3
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import (
     RankStream,
@@ -35,6 +37,7 @@ from weightsync.weights.copying.rank_streams import (
 from weightsync.weights.copying.reshard import LocalBox
 from weightsync.weights.copying.shards import Slice, Span
 from weightsync.weights.sources.holdings import Holdings
+from weightsync.wire.messages import TensorPart
 from weightsync.wire.offers import BoxInfo, WantsInfo
 
 
@@ -114,6 +117,11 @@ def test_every_byte_arrives_in_modules_and_shards(size: int) -> None:
             copy(stream, StreamPlaces(stream, Memory(whole)), own, unit_nbytes)
         for spec, flat in zip(case.specs, whole, strict=True):
             assert torch.equal(flat, as_bytes(full[spec.name]))
+        sent = join_parts(map(sums_of_rank, streams, boxes))
+        every = {spec.name for spec in case.specs}
+        held = parts_in(model, Memory(whole))
+        assert compare_sums(sent, [held]) == ([], every)
+        workers = []
         # Shards of another mesh.
         for receiver in range(len(case.wanted.members)):
             parts = [case.local("wanted", spec, receiver).box for spec in case.specs]
@@ -136,8 +144,24 @@ def test_every_byte_arrives_in_modules_and_shards(size: int) -> None:
             for spec, part, flat in zip(case.specs, parts, flats, strict=True):
                 wanted = cut(full[spec.name], LocalBox(part))
                 assert torch.equal(flat, as_bytes(wanted))
+            workers.append(parts_in(model, Memory(flats, shares=shares)))
+        assert compare_sums(sent, [join_parts(workers), held]) == ([], every)
 
     check()
+
+
+def sums_of_rank(stream: RankStream, boxes: dict[str, torch.Tensor]) -> dict[str, list[TensorPart]]:
+    """What a rank adds up of the boxes that it sends."""
+    placed = zip(stream.manifest.specs, stream.indices, stream.boxes, strict=True)
+    return parts_of(
+        (
+            stream.model.specs[index].name,
+            as_bytes(boxes[spec.name].contiguous()),
+            box,
+            boxes[spec.name].element_size(),
+        )
+        for spec, index, box in placed
+    )
 
 
 def too_many_cuts(case: Case) -> bool:

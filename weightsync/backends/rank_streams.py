@@ -57,7 +57,7 @@ class _StreamTarget(PartTarget):
         self.takes_deltas = target.takes_deltas and is_sharded
 
 
-def _parts_in(model: Manifest, memory: Memory) -> dict[str, list[TensorPart]]:
+def parts_in(model: Manifest, memory: Memory) -> dict[str, list[TensorPart]]:
     """Return the parts of the tensors' mix64 that a memory holds of a model."""
     specs = model.specs
     if memory.shares is None:
@@ -164,7 +164,7 @@ class RankStreamsEngine(WeightTransferEngine):
         else:
             received = self._in_turns(infos, self._parts(target, target.memory), context)
             if sums:
-                parts = _parts_in(self._layout.manifest, target.memory)
+                parts = parts_in(self._layout.manifest, target.memory)
         joined = self._joined(self._layout.manifest, received, verify=update_info.verify)
         # A hook's target counts one group, that of a ring.
         groups = [buffer.numel() for buffer in self._spare]
