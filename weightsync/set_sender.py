@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -127,7 +126,7 @@ class SetSender:
         """
         for last in range(_TRIES - 1, -1, -1):
             given = version_after(self.version) if version is None else version
-            update = SetUpdate(f"set-{secrets.token_hex(8)}", len(self.senders))
+            update = SetUpdate(len(self.senders))
             errors, reports = self._send(update, given, label, rewind=rewind)
             if not errors:
                 return reports

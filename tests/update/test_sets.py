@@ -21,7 +21,7 @@ from tests.server.live import serving
 from weightsync.errors import TransferCancelled
 from weightsync.ranks.stop import StopSignal
 from weightsync.server import weight_router
-from weightsync.update.sets import SetUpdate
+from weightsync.update.sets import SetUpdate, new_set_id
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
@@ -207,7 +207,7 @@ def test_a_part_that_was_aborted_is_not_committed_by_the_others(
 ) -> None:
     """A finish that comes after a message that aborted another part."""
     server, url = served
-    update = "of-a-set"
+    update = new_set_id(2)
     with ws.connect_set(server.modules, to=url) as sender:
         server.fill(1)
         sender.send_weights()
@@ -215,7 +215,7 @@ def test_a_part_that_was_aborted_is_not_committed_by_the_others(
         calls = held_before_finish(server, sender, update)
         server.draft.dispatch(AbortRequest(update_id=update, reason="a test says so"))
         finish = calls[server.policy]
-        with pytest.raises(ws.UpdateConflictError, match="was aborted or given up"):
+        with pytest.raises(ws.UpdateConflictError, match="1 of the 2 parts of this set are left"):
             server.policy.dispatch(finish)
     assert server.state == [(1, 1.0), (1, 1.0)]
     assert server.policy.open_update is None
@@ -240,7 +240,8 @@ def held_before_finish(
             without_aborts(each._coordinator.fleet.members[0].transport.call)
         )
         found[receiver] = FinishRequest(update_id=update_id)
-    held = Held(update_id, 2)
+    held = Held(2)
+    held.update_id = update_id
     version = sender.version + 1
     with ThreadPoolExecutor(2) as pool:
         work = [
@@ -270,8 +271,8 @@ def test_a_finish_waits_for_that_of_the_other_part() -> None:
         server.fill(1)
         sender.send_weights()
         server.fill(2)
-        finishes = held_before_finish(server, sender, "of-a-set")
-        with pytest.raises(ws.UpdateConflictError, match="1 other receivers of it got no finish"):
+        finishes = held_before_finish(server, sender, new_set_id(2))
+        with pytest.raises(ws.UpdateConflictError, match="not all of the 2 parts of this set got"):
             server.policy.dispatch(finishes[server.policy])
         assert server.state == [(1, 1.0), (1, 1.0)]
         with ThreadPoolExecutor(1) as pool:
@@ -413,14 +414,14 @@ def test_an_update_of_one_part_waits_for_readers_of_the_other(served: tuple[Serv
 
 
 def test_ready_is_for_all_or_for_none() -> None:
-    update = SetUpdate("u", 2)
+    update = SetUpdate(2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(update.ready)
         update.failed(RuntimeError("first"))
         update.failed(RuntimeError("second"))
         with pytest.raises(ws.TransferError, match=r"another part of the set failed.*first"):
             waiting.result(WAIT_S)
-    update = SetUpdate("u", 2)
+    update = SetUpdate(2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(update.ready)
         update.ready()

@@ -21,7 +21,7 @@ _KEPT_STEPS = 64
 """Number of replies that are kept for one update."""
 K = TypeVar("K")
 V = TypeVar("V")
-_REFUSALS = (UpdateConflictError, StaleVersionError)
+_REFUSALS = (UpdateConflictError, StaleVersionError, TransportTimeout)
 """Errors that depend on the receiver's current state, and are not kept for retries."""
 
 

@@ -39,7 +39,7 @@ from weightsync.update.lifecycle import (
     new_update_id,
 )
 from weightsync.update.senders import FleetClaims, Senders
-from weightsync.update.sets import SetCommits
+from weightsync.update.sets import SetCommits, parts_of
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import describe_wants
 from weightsync.weights.lines.memory import warm_up
@@ -526,16 +526,28 @@ class ReceiverSession:
         return self._reply()
 
     def _finish(self, update_id: str, request: FinishRequest) -> StepReply:
-        """Commit the update, with the other receivers of the set that have one of the same id."""
-        if self._set.others(self, update_id):
-            self._set.finish(self, update_id, request, self._patience_s(self._sender))
+        """Commit the update; that of a set with the other receivers that have a part of it."""
+        parts = parts_of(update_id)
+        if parts > 1 and self._is_open(update_id):
+            try:
+                self._set.finish(self, parts, update_id, request, self._patience_s(self._sender))
+            except Exception:
+                if update_id != self.lifecycle.last_finished:
+                    raise
+                logger.exception("update %s failed after its commit", update_id)
         with self._update_step("finish", update_id):
             last = self.table.last_reply
             if update_id == self.lifecycle.last_finished:
                 committed = last is not None and last.update_id == update_id
                 return last if last is not None and committed else self._reply()
+            if parts > 1:  # never alone
+                raise self._conflict(
+                    f"{update_id}: this part of a set is not open, so it was given up or has not "
+                    "started; send the set again, under another update_id"
+                )
             with ExitStack() as ends:
                 incoming = self._begin_finish(update_id, request, ends)
+                self._begin_commit([(self, incoming)])
                 self._swap(incoming, request)
                 # Not returned here: an interrupt after the call would come outside of the block.
                 reply = self._settle(incoming, request)
@@ -561,7 +573,6 @@ class ReceiverSession:
 
         ends.callback(end)
         incoming = ends.enter_context(self._expected("finish", update_id, State.PREPARED))
-        self._set.check_not_aborted(update_id)
         incoming.check_digest(request.table_digest)
         self.load_targets.check_follows(incoming.load_targets)
         return incoming
@@ -589,6 +600,14 @@ class ReceiverSession:
             return None
         return FleetRecord(sender=sender, version=version, servers=request.fleet)
 
+    def _begin_commit(self, parts: Sequence[tuple[ReceiverSession, IncomingUpdate]]) -> None:
+        """Let no abort come between the commits of these receivers, which have one lock."""
+        with self.lock:
+            for session, _ in parts:
+                session._check_not_aborted()
+            for _, incoming in parts:
+                incoming.committing = True
+
     def _swap(
         self, incoming: IncomingUpdate, request: FinishRequest, *, in_set: bool = False
     ) -> Sequence[Undo]:
@@ -599,9 +618,6 @@ class ReceiverSession:
         code that may fail.
         """
         started = time.perf_counter()
-        with self.lock:
-            self._check_not_aborted()
-            incoming.committing = True
         if not self.gate.held and self.sink.swaps:
             self.gate.hold(self._patience_s(incoming.sender))
         before = self.lifecycle.dirty
@@ -997,69 +1013,96 @@ class _ReceiverSet:
     def _all(self) -> list[ReceiverSession]:
         return [session for ref in self._sessions if (session := ref()) is not None]
 
-    def others(self, own: ReceiverSession, update_id: str) -> list[ReceiverSession]:
-        """Return the other receivers in which an update of this id is open."""
-        return [s for s in self._all() if s is not own and s._is_open(update_id)]
-
-    def check_not_aborted(self, update_id: str) -> None:
-        """Raise UpdateConflictError where any receiver of the set has given the update up."""
-        for session in self._all():
-            session.table.check_not_aborted(update_id)
+    def _with(self, update_id: str) -> list[ReceiverSession]:
+        """Return the receivers in which an update of this id is open."""
+        return [session for session in self._all() if session._is_open(update_id)]
 
     def finish(
-        self, own: ReceiverSession, update_id: str, request: FinishRequest, timeout_s: float
+        self,
+        own: ReceiverSession,
+        parts: int,
+        update_id: str,
+        request: FinishRequest,
+        timeout_s: float,
     ) -> None:
-        """Commit an update in all receivers of the set, when each has its finish.
+        """Commit an update of this number of parts in all of its receivers, or in none.
 
-        Not waited for is one whose sender is dead: it had everything, and a finish means that the
-        sender, or the one after it, has decided. Raises UpdateConflictError where a finish does
-        not come; nothing has changed then.
+        When each has its finish. Not waited for is one whose sender is dead: it had everything, and
+        a finish means that the sender, or the one after it, has decided. Raises
+        UpdateConflictError where a finish does not come, and nothing has changed then. So it does
+        where fewer receivers have the update: these give it up, as the others did.
         """
 
-        def missing(parts: Sequence[_Finish]) -> bool:
-            told = {id(session) for session, _ in parts}
-            return any(
-                id(session) not in told and not session.orphaned
-                for session in self.others(own, update_id)
+        def missing(finishes: Sequence[_Finish]) -> bool:
+            told, sessions = {id(session) for session, _ in finishes}, self._with(update_id)
+            return len(sessions) == parts and any(
+                id(session) not in told and not session.orphaned for session in sessions
             )
 
-        def commit(parts: Sequence[_Finish]) -> None:
-            told = {id(session): each for session, each in parts}
-            self._commit(update_id, lambda s: told.get(id(s), FinishRequest(update_id=update_id)))
+        def commit(finishes: Sequence[_Finish]) -> None:
+            told = {id(session): each for session, each in finishes}
+            self._commit(
+                parts, update_id, lambda s: told.get(id(s), FinishRequest(update_id=update_id))
+            )
 
         if not self._commits.finish(update_id, (own, request), missing, commit, timeout_s):
-            late = len(self.others(own, update_id))
             # Of this kind no error is kept for a retry, which may find the others there.
             raise UpdateConflictError(
-                f"update {update_id} is one of a set, and {late} other receivers of it got no "
-                f"finish within {timeout_s:g} s; nothing is committed",
+                f"{update_id}: not all of the {parts} parts of this set got their finish within "
+                f"{timeout_s:g} s; nothing is committed",
                 state=State.PREPARED.value,
                 update_id=update_id,
             )
 
     def _commit(
-        self, update_id: str, request_of: Callable[[ReceiverSession], FinishRequest]
+        self, parts: int, update_id: str, request_of: Callable[[ReceiverSession], FinishRequest]
     ) -> None:
-        """Commit an update in all receivers that have it, or in none of them."""
-        sessions = [session for session in self._all() if session._is_open(update_id)]
+        """Commit an update in all receivers that have it, or in none of them.
+
+        Nothing is left to do where another thread has committed them, or they have given it up.
+        """
+        sessions = self._with(update_id)
         with ExitStack() as ends:
             for session in sessions:
                 ends.enter_context(session._update_step("finish", update_id))
-            parts = [
+            open_parts = [
                 (session, session._begin_finish(update_id, request_of(session), ends))
                 for session in sessions
             ]
+            if len(open_parts) not in (0, parts):
+                raise UpdateConflictError(
+                    f"{update_id}: {len(open_parts)} of the {parts} parts of this set are left, as "
+                    "another receiver was closed or has given its part up; nothing is committed",
+                    state=State.ABORTING.value,
+                    update_id=update_id,
+                )
+            for session, _ in open_parts[:1]:
+                session._begin_commit(open_parts)
             swapped: list[tuple[ReceiverSession, IncomingUpdate, Sequence[Undo]]] = []
             try:
-                for session, incoming in parts:
+                for session, incoming in open_parts:
                     undos = session._swap(incoming, request_of(session), in_set=True)
                     swapped.append((session, incoming, undos))
             except BaseException:
                 for session, incoming, undos in reversed(swapped):
                     session._undo(undos, incoming)
                 raise
+            self._settle(open_parts, request_of)
+
+    def _settle(
+        self,
+        parts: Sequence[tuple[ReceiverSession, IncomingUpdate]],
+        request_of: Callable[[ReceiverSession], FinishRequest],
+    ) -> None:
+        """Settle all parts, which are swapped in, before an error or an interrupt is raised."""
+        try:
             for session, incoming in parts:
                 session._settle(incoming, request_of(session))
+        finally:
+            with ExitStack() as rest:
+                for session, incoming in parts:
+                    if session.lifecycle.state is State.PREPARED:
+                        rest.callback(session._settle, incoming, request_of(session))
 
 
 class ProgressTimer:
