@@ -129,9 +129,10 @@ def test_trainers_that_die_at_any_time(held: Held) -> None:
             ours.close()
         newest = max(held.versions())
         sent.append(newest - began)
-        for i in range(1, newest - began + 1):
+        # One more may be in use soon: its finish was on its way when the trainer died.
+        for i in range(1, newest - began + 2):
             held.told[began + i] = held.of_seed(seed + i)
-        assert held.assert_whole() == newest
+        assert held.assert_whole() in (newest, newest + 1)
     print(f"\n{KILLS} kills, after {sent} versions each")
     assert sum(sent) > 0  # or nothing was tried
 
