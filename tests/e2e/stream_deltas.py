@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Literal
 from unittest import mock
 
@@ -56,10 +56,17 @@ def connected(kind: str, *sinks: Any, apply: Any = "auto", **options: Any) -> It
     Yields the receivers. `kept()` is the trainer.
     """
     made = [ws.WeightReceiver(sink, apply=apply) for sink in sinks]
+    with connected_to(made, kind, **options):
+        yield made
+
+
+@contextmanager
+def connected_to(made: list[ws.WeightReceiver], kind: str, **options: Any) -> Iterator[None]:
+    """A trainer that sends to these receivers, which end with it. `kept()` is the trainer."""
     trainer = work.Trainer(0, kind, [one.handle for one in made], **{**ALWAYS, **options})
     work.KEPT[:] = [trainer]
     try:
-        yield made
+        yield
     finally:
         work.close(0)
         for one in made:
@@ -173,7 +180,7 @@ def joined(rank: int, kind: str, apply: str) -> list[tuple[bool, list[bool]]]:
     return found
 
 
-TRAINED = {"decoder": "fsdp", "wide": "wide"}
+TRAINED = {"decoder": "fsdp", "wide": "wide", "plain": "plain"}
 
 
 def copied(rank: int, kind: str) -> list[tuple[bool, bool, int, int]]:
@@ -300,28 +307,29 @@ def walk(rank: int, kind: str, seed: int, steps: int) -> list[tuple[bool, int, l
     it had, and whether each receiver has the bits.
     """
     modules = [shard_servers.build(kind) for _ in range(2)]
-    ways: list[Any] = ["staged", "in_place"]
-    made = [ws.WeightReceiver(m, apply=a) for m, a in zip(modules, ways, strict=True)]
-    trainer = work.Trainer(rank, TRAINED[kind], [one.handle for one in made], **ALWAYS)
-    work.KEPT[:] = [trainer]
     choose = random.Random(1000 * seed + rank)
     found = []
-    try:
+    with connected_to(both_ways(modules), TRAINED[kind]):
         for _ in range(steps):
-            report = trainer.sender.send_weights()
+            report = kept().sender.send_weights()
             found.append(
                 (delta_of(report).sent, delta_of(report).lines, [equal(m) for m in modules])
             )
             with torch.no_grad():
-                for tensor in trainer.model.parameters():
+                for tensor in kept().model.parameters():
                     flat = local_of(tensor.detach()).view(-1)
                     for _ in range(choose.choice([0, 0, 1, 7, 300]) if flat.numel() else 0):
                         flat[choose.randrange(flat.numel())] = choose.random()
-    finally:
-        work.close(rank)
-        for one in made:
-            one.close()
     return found
+
+
+def both_ways(modules: list[nn.Module]) -> list[ws.WeightReceiver]:
+    """Receivers of two modules: one is staged, the other in place."""
+    staged, in_place = modules
+    return [
+        ws.WeightReceiver(staged, apply="staged"),
+        ws.WeightReceiver(in_place, apply="in_place"),
+    ]
 
 
 def change_and_cancel(rank: int, seed: int, at: int) -> tuple[Seen, Digests]:
@@ -367,4 +375,61 @@ def cast(rank: int) -> list[tuple[bool, int, bool]]:
                 with torch.no_grad():
                     for parameter in kept().model.parameters():
                         local_of(parameter.detach()).mul_(1 + 1e-4)
+    return found
+
+
+def summed(rank: int) -> list[tuple[bool, str, list[float]]]:
+    """Send four times; in between all of a tensor changes that the ranks gather.
+
+    Return for each update whether it was a delta, the reason, and the values that the receiver has.
+    """
+    model, received = stream_faults.Sums(4_000), stream_faults.Sums(4_000, whole=True)
+    found = []
+    with (
+        closing(ws.WeightReceiver(received)) as receiver,
+        ws.connect(model, to=receiver.handle, timeout_s=work.TIMEOUT_S, **ALWAYS) as sender,
+    ):
+        for _ in range(4):
+            delta = delta_of(sender.send_weights())
+            found.append((delta.sent, delta.reason, received.sums.unique().tolist()))
+            with torch.no_grad():
+                model.sums.to_local().add_(1)
+    return found
+
+
+Move = Literal["to", "data", "assign"]
+
+
+def move(model: nn.Module, way: Move) -> None:
+    """Give all parameters other memory with the same bytes."""
+    if way == "to":
+        model._apply(torch.clone)  # type: ignore[no-untyped-call]  # as `model.to()` does
+    elif way == "data":
+        for parameter in model.parameters():
+            local = local_of(parameter)
+            local.data = local.data.clone()
+    else:
+        copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
+
+
+def moved(
+    rank: int, kind: str, way: Move, at: list[int], packed: bool | None
+) -> list[tuple[bool, list[bool]]]:
+    """Send five times; before the third and the fourth the memory of some ranks is moved.
+
+    The fourth is no delta: rank 0 has forgotten what the receivers hold. Return for each update
+    whether it was a delta, and whether each receiver has the bits.
+    """
+    modules = [shard_servers.build(kind) for _ in range(2)]
+    found = []
+    with connected_to(both_ways(modules), TRAINED[kind], packed=packed):
+        for step in range(5):
+            if step in (2, 3) and rank in at:
+                move(kept().model, way)
+            if step == 3 and rank == 0:
+                kept().sender._group.worker._changes.forget()  # type: ignore[union-attr]
+            report = kept().sender.send_weights()
+            found.append((delta_of(report).sent, [equal(module) for module in modules]))
+            change(kept().model, step)
     return found

@@ -115,17 +115,17 @@ LATER_S = 3.0
 class Sums(nn.Module):
     """A parameter in shards, and one in partial sums, which no rank can tell its part of."""
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, rows: int = 4, *, whole: bool = False) -> None:
         super().__init__()
         self.shards: Any
         self.sums: Any
         if whole:
-            self.shards = nn.Parameter(torch.zeros(8, 3))
-            self.sums = nn.Parameter(torch.zeros(4, 3))
+            self.shards = nn.Parameter(torch.zeros(2 * rows, 3))
+            self.sums = nn.Parameter(torch.zeros(rows, 3))
             return
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        own = torch.full((4, 3), dist.get_rank() + 1.0)
-        self.shards = nn.Parameter(distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)]))
+        own = torch.full((rows, 3), dist.get_rank() + 1.0)
+        self.shards = nn.Parameter(distribute_tensor(torch.randn(2 * rows, 3), mesh, [Shard(0)]))
         sums = DTensor.from_local(own, mesh, [Partial()], run_check=False)
         self.sums = nn.Parameter(sums, requires_grad=False)
 

@@ -274,3 +274,34 @@ def test_ranks_that_cast_find_what_changes_after_the_cast(ranks: Crew) -> None:
         lines = [lines for _, lines, _ in outcome]
         assert lines[1] == 0
         assert 0 < lines[2] < 20
+
+
+@pytest.mark.parametrize("ranks", [2, 3], indirect=True)
+def test_changes_of_what_the_ranks_gather_are_expected(ranks: Crew) -> None:
+    """There is room for them in a delta: the estimate looks at what was gathered for it."""
+    outcomes = ranks.run(at_work.summed)
+    assert [(sent, reason) for sent, reason, _ in outcomes[0]][1:] == [(True, "")] * 3
+    begin, step = sum(range(1, len(outcomes) + 1)), len(outcomes)
+    assert [held for *_, held in outcomes[0]] == [[begin + step * i] for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "way", "at", "packed"),
+    [
+        (2, "decoder", "to", [0, 1], None),
+        (2, "wide", "assign", [1], False),
+        (3, "decoder", "data", [0, 2], True),
+        (2, "wide", "data", [1], None),
+        (3, "wide", "to", [0], False),
+        (3, "plain", "data", [1, 2], False),
+        (3, "wide", "assign", [0, 2], None),
+    ],
+    indirect=["ranks"],
+)
+def test_memory_of_ranks_that_is_moved_between_deltas(
+    ranks: Crew, kind: str, way: at_work.Move, at: list[int], packed: bool | None
+) -> None:
+    """Receivers get the bytes of the new memory: in deltas, which go on, and in a whole model."""
+    for outcome in ranks.run(at_work.moved, kind, way, at, packed):
+        assert [same for _, same in outcome] == [[True, True]] * 5
+        assert [sent for sent, _ in outcome] == [False, True, True, False, True]

@@ -645,6 +645,8 @@ class RankWorker:
         updates: dict[str, Any] = {}
         with self._step(apart=command.apart):
             if update is None:
+                if self._streamed is not None and self._collective is not None:
+                    self._streamed.gather(self._collective.meet)  # the estimate looks at them
                 offer = self._own_offer(command.offer)
                 found = self._before_begin(command, offer)
                 if found.moved:
@@ -654,8 +656,6 @@ class RankWorker:
                 if offer is not None and found.estimate is not None:
                     task, _ = offer.decide(found.estimate)
                 update = self._update = self._model_update(task)
-                if self._streamed is not None and self._collective is not None:
-                    self._streamed.gather(self._collective.meet)
             source = update.open()
             for name in self._in_order():
                 readers = self.reading.get(name)
