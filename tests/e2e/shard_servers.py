@@ -100,6 +100,16 @@ def version(rank: int) -> int:
     return SERVED[-1].receiver.version
 
 
+def write(rank: int, at: int) -> None:
+    """Change one element of the shard of rank `at`, by a write to the DTensor."""
+    if rank == at:
+        tensor = next(SERVED[-1].module.parameters())
+        with torch.no_grad():
+            changed = tensor.detach().clone()
+            shards.local_of(changed).view(-1)[:1] += 1
+            tensor.copy_(changed)
+
+
 def end(rank: int) -> None:
     """Close the receiver, and end the server."""
     for served in SERVED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
@@ -69,6 +69,27 @@ def send_failing(rank: int, at: int, step: Step, act: Act) -> tuple[Seen, Digest
     if rank == at:
         fail_at(step, act)
     return seen(work.kept().sender.send_weights), work.kept().full() if act == "raise" else {}
+
+
+def send_written_to(rank: int, at: int, copies: bool) -> Seen:
+    """Take a step, and send, or send a copy; rank `at` writes to its DTensors meanwhile."""
+    work.kept().step()
+    sender = work.kept().sender
+    owner: Any = Snapshot if copies else next(iter(sender._group.worker.engines.values()))
+    name = "take" if copies else "transfer"
+    genuine = getattr(owner, name)
+
+    def written_to(*args: Any) -> None:
+        genuine(*args)
+        with torch.no_grad():
+            for parameter in work.kept().model.parameters():
+                parameter.add_(1.0)
+
+    def send() -> SyncReport:
+        return sender.send_async().result(work.TIMEOUT_S) if copies else sender.send_weights()
+
+    with mock.patch.object(owner, name, written_to) if rank == at else nullcontext():
+        return seen(send)
 
 
 Stage = Literal["load", "transfer", "finish"]

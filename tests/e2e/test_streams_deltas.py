@@ -109,6 +109,28 @@ def test_a_receiver_of_shards_takes_its_part_of_each_line(
         ranks.run(shard_servers.end)
 
 
+@pytest.mark.parametrize("apply", ["auto", "in_place"])
+def test_a_shard_that_other_code_changed_is_replaced(ranks: Crew, apply: str) -> None:
+    """Also one element that other code wrote through the DTensor, where torch counts the write."""
+    urls = ranks.run(shard_servers.serve, "wide", apply)
+    try:
+        results = ranks.run(work.start, "wide", urls, ALWAYS)
+        assert [result.text for result in results] == [""] * len(urls)
+        for version in (1, 2, 3, 4):
+            if version == 3:
+                ranks.run(shard_servers.write, 1)
+            sent: list[tuple[Seen, Digests]] = ranks.run(at_work.change_and_send, version)
+            assert [outcome.text for outcome, _ in sent] == [""] * len(sent)
+            for full, _ in ranks.run(shard_servers.held):
+                assert {name: full[name] for name in sent[0][1]} == sent[0][1]
+            delta = sent[0][0].result.delta
+            assert delta.sent == (version in (2, 4))
+            assert "other code has changed" in delta.reason or version != 3
+    finally:
+        ranks.run(work.close)
+        ranks.run(shard_servers.end)
+
+
 @pytest.mark.parametrize(
     ("ranks", "kind"), [(2, "fsdp"), (3, "fsdp"), (4, "tensor_parallel")], indirect=["ranks"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.crew import Crew, Died, crew
 from tests.e2e import ranks_at_work as work
@@ -61,6 +62,34 @@ def test_no_receiver_is_dropped_for_a_rank(ranks: Crew, host: Host, at: int, way
     check_sent(sent, to, 2)
     assert sent[0][0].result.dropped == {}
     assert len(sent[0][0].result.receivers) == len(to)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "at", "options", "copies"),
+    [
+        (2, 0, {}, False),
+        (2, 1, RING, False),
+        (4, 3, {"dtype": torch.bfloat16}, False),
+        (2, 1, {"delta": "always"}, False),
+        (2, 1, {}, True),
+    ],
+    indirect=["ranks"],
+)
+def test_a_rank_that_writes_to_dtensors_while_they_are_sent(
+    ranks: Crew, host: Host, at: int, options: dict[str, Any], copies: bool
+) -> None:
+    """Torch counts such a write at the DTensor alone, not at the local tensor that is read."""
+    dtype = options.get("dtype")
+    to = receivers(host, 2, model="decoder-bfloat16" if dtype else "decoder")
+    start(ranks, to, "fsdp", **options)
+    held = ranks.run(work.step_and_send, dtype)[0][1]
+    outcomes = ranks.run(faults.send_written_to, at, copies)
+    way = "copied" if copies else "sent"
+    check_alike(outcomes, "VerificationError", f"the source changed while it was {way}")
+    for remote in to:
+        assert {name: remote.digests()[name] for name in held} == held
+        assert remote.reading() == 1
+    check_sent(ranks.run(work.step_and_send, dtype), to, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)

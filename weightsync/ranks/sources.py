@@ -582,10 +582,11 @@ class SourceOfUpdate:
             self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
         elif reads or self.is_made:
             stable = None if self.is_made else self.whole_tensors()
+            whole = SourceMemory(given).dtensors()
             if stable is not None:
-                self._watch.begin([spec.name for spec in self.manifest.specs], stable)
+                self._watch.begin([spec.name for spec in self.manifest.specs], stable, whole)
             elif (made_of := SourceExtras(given).made_of()) is not None:
-                self._watch.begin(*made_of)
+                self._watch.begin(*made_of, whole)
 
     def end_watch(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `watch`; see `SourceWatch.end`."""

@@ -15,7 +15,7 @@ from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.rank_streams import RankStream, cut_box, index_in, wants_of
 from weightsync.weights.copying.reshard import ReshardPlan, place_whole, plan_reshard
-from weightsync.weights.copying.shards import Slice, gather
+from weightsync.weights.copying.shards import Slice, gather, is_sharded
 from weightsync.weights.sources.base import BaseTensors, SourceExtras, WeightSource
 from weightsync.weights.sources.exchange import (
     decode_holdings,
@@ -253,6 +253,12 @@ class StreamSource:
     def made_of(self) -> tuple[Sequence[str], Sequence[torch.Tensor]] | None:
         """Return the names of the tensors, and this rank's boxes of them; None if they are made."""
         return (self._names, self._read()) if self._holdings.stays else None
+
+    def dtensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the DTensors whose local tensors are sent; none of a source that makes others."""
+        found = SourceExtras(self._source).made_of() if self._holdings.stays else None
+        pairs = zip(*found, strict=True) if found is not None else ()
+        return [(n, t) for n, t in pairs if is_sharded(t) and n not in self._gathered]
 
     def buffers(self) -> Sequence[torch.Tensor]:
         """Return tensors that use the memory of the boxes, and follow when it is moved."""

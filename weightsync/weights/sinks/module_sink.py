@@ -395,10 +395,17 @@ class ModuleSink(WeightSink):
         None where a tensor has no count. Unless it `looks`, of the tensors of the last `refresh`.
         """
         with self.lock:
-            tensors = self.tensors if looks else self._held
-            tied = (local_of(other) for others in self._found.tied.values() for other in others)
-            counted = [*tensors, *tied]
+            if looks:
+                self.refresh()
+            counted = self._counted()
         return write_counts(counted)
+
+    def _counted(self) -> list[torch.Tensor]:
+        """Return the tensors on which torch counts writes to those of the module."""
+        return [*self._held, *map(local_of, self._tied())]
+
+    def _tied(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(self._found.tied.values())
 
     @_locked
     def refresh(self) -> int:
@@ -1158,6 +1165,10 @@ class ShardedModuleSink(ModuleSink):
 
     def _hold(self) -> list[torch.Tensor]:
         return [local_of(tensor) for tensor in self._found.tensors]
+
+    def _counted(self) -> list[torch.Tensor]:
+        """A write through a DTensor is counted there, one to its local tensor at that one."""
+        return [*super()._counted(), *self._found.tensors, *self._tied()]
 
     def _inspect(self) -> None:
         """Derive the slice that this process holds of each DTensor."""

@@ -95,14 +95,25 @@ class SourceWatch:
         self._names: Sequence[str] = ()
         self._tensors: Sequence[torch.Tensor] = ()
         self._seen: list[list[object]] = []
+        self._whole: list[tuple[str, torch.Tensor, int]] = []
         self._window: StepWindow | None = None
 
-    def begin(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Record the state of `tensors`, and keep them alive until `end`."""
+    def begin(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        whole: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
+        """Record the state of `tensors`, and keep them alive until `end`.
+
+        `whole` are DTensors of which these are local tensors, or parts of some: torch counts a
+        write to a DTensor there alone.
+        """
         self.end()
         self._window = StepWindow()
         self._names, self._tensors = with_shards(names, tensors)
         self._seen = _states(self._tensors)
+        self._whole = [(name, tensor, _version(tensor)) for name, tensor in whole]
 
     def end(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `begin`, and drop all tensors.
@@ -110,8 +121,8 @@ class SourceWatch:
         `is_adopted(i, address)` says that the sender itself moved tensor `i` to that address.
         """
         window, self._window = self._window, None
-        names, tensors, seen = self._names, self._tensors, self._seen
-        self._names, self._tensors, self._seen = (), (), []
+        names, tensors, seen, whole = self._names, self._tensors, self._seen, self._whole
+        self._names, self._tensors, self._seen, self._whole = (), (), [], []
         if window is None:
             return []
         stepped = window.close()
@@ -122,7 +133,9 @@ class SourceWatch:
         if stepped:
             written = set[int]().union(*map(stored_at, stepped)) - {0}
             changed |= {i for i, t in enumerate(tensors) if storage_address(t) in written}
-        return list(dict.fromkeys(names[i] for i in sorted(changed)))
+        found = [names[i] for i in sorted(changed)]
+        found += [name for name, tensor, version in whole if _version(tensor) != version]
+        return list(dict.fromkeys(found))
 
 
 class YieldWatch:
@@ -297,6 +310,12 @@ class SourceMemory:
     def buffers(self) -> Sequence[torch.Tensor]:
         """Return tensors that share the memory of stable ones, and follow where that is moved."""
         found: Callable[[], Sequence[torch.Tensor]] = getattr(self._source, "buffers", tuple)
+        return found()
+
+    def dtensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Return the DTensors whose local tensors are sent, with their names."""
+        found: Callable[[], Sequence[tuple[str, torch.Tensor]]]
+        found = getattr(self._source, "dtensors", tuple)
         return found()
 
 
