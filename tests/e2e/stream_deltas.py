@@ -180,6 +180,28 @@ def joined(rank: int, kind: str, apply: str) -> list[tuple[bool, list[bool]]]:
     return found
 
 
+def joined_shard(rank: int, kind: str, urls: list[str]) -> list[tuple[bool, str, bool]]:
+    """Send to receivers of shards and one of the whole module, which serves a shard that joins.
+
+    Returns as `unlike` does.
+    """
+    server = shard_servers.build(kind)
+    found = []
+    with closing(ws.WeightReceiver(server)) as receiver:
+        trainer = work.Trainer(rank, TRAINED[kind], [*urls, receiver.handle], **ALWAYS)
+        work.KEPT[:] = [trainer]
+        for step in range(5):
+            if step == 2:
+                trainer.sender.remove(urls[-1])
+            change(trainer.model, step)
+            delta = delta_of(trainer.sender.send_weights())
+            found.append((delta.sent, delta.reason, equal(server)))
+            if step == 2:
+                assert trainer.sender.add(urls[-1]) is not None
+        work.close(rank)
+    return found
+
+
 TRAINED = {"decoder": "fsdp", "wide": "wide", "plain": "plain"}
 
 

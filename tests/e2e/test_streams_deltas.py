@@ -157,6 +157,20 @@ def test_a_receiver_that_joins_takes_the_next_delta(ranks: Crew, apply: str) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 3], indirect=True)
+def test_a_shard_that_joins_gets_the_whole_model_once(ranks: Crew) -> None:
+    """It fetched whole tensors, so that it knows the sum of no rank's stream: no delta is tried."""
+    urls = ranks.run(shard_servers.serve, "wide")
+    try:
+        for outcome in ranks.run(at_work.joined_shard, "wide", urls):
+            assert [same for *_, same in outcome] == [True] * 5
+            assert [sent for sent, *_ in outcome] == [False, True, True, False, True]
+            assert outcome[3][1].startswith("the receivers hold no weights")
+    finally:
+        ranks.run(work.close)
+        ranks.run(shard_servers.end)
+
+
+@pytest.mark.parametrize("ranks", [2, 3], indirect=True)
 def test_copies_go_as_deltas(ranks: Crew) -> None:
     found = ranks.run(at_work.copied, "wide")
     assert [[(sent, same) for sent, same, *_ in each] for each in found] == [

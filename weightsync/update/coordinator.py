@@ -179,7 +179,10 @@ class Coordinator:
         # A receiver that says that it holds them may have been written to since.
         if report is not None and all(joining.holds(member.status) for member in members):
             for member in members:
-                member.delta_base = member.status.weights_id if member.status.delta_forms else None
+                forms = member.status.delta_forms
+                # It fetched whole tensors: for shards the sum of no rank's stream is known.
+                knows = bool(forms) and not ("shards" in forms and self._group.sends_streams)
+                member.delta_base = member.status.weights_id if knows else None
             self.last_report = report
             return report
         if not self.fleet.version or self._sent.version != self.fleet.version:
