@@ -13,7 +13,6 @@ import torch.distributed as dist
 from weightsync.errors import (
     ConfigError,
     ConnectError,
-    DeltaError,
     StaleVersionError,
     UnknownSenderError,
     shorten,
@@ -29,8 +28,8 @@ from weightsync.update.sets import SetUpdate
 
 _TRIES = 2
 """How often an update is tried."""
-_WORTH_ANOTHER = (ConnectError, DeltaError, StaleVersionError, UnknownSenderError)
-"""Errors after which each part has connected again, or knows better what to send."""
+_WORTH_ANOTHER = (ConnectError, StaleVersionError, UnknownSenderError)
+"""Errors after which each part has connected again, or knows a newer version."""
 
 
 @concise
@@ -131,7 +130,7 @@ class SetSender:
             if not errors:
                 return reports
             error = errors[0] if update.error is None else update.error
-            again = update.error is not None and isinstance(error, _WORTH_ANOTHER)
+            again = update.again or (update.error is error and isinstance(error, _WORTH_ANOTHER))
             stays_old = version is not None and isinstance(error, StaleVersionError)
             if not (last and again) or stays_old:
                 raise error

@@ -68,6 +68,7 @@ class Coordinator:
         self._group = fleet.group
         self._sent = LastVersion()
         self._sends_snapshots = False
+        self._whole_next = False
 
     def take_snapshot(self) -> None:
         """Copy the source's tensors on all ranks; from then on every update sends a copy."""
@@ -296,8 +297,10 @@ class Coordinator:
                 )
                 if whole_helps:
                     self.deltas.failed(exc)
-                if self.fleet.set_update is not None:
-                    raise  # the whole set is sent again, or nothing of it
+                if self.fleet.set_update is not None:  # all of the set is sent again, or nothing
+                    self._whole_next = whole_helps
+                    self.fleet.set_update.failed(exc, again=whole_helps)
+                    raise
                 lost = update.failed and all(
                     isinstance(error, SourceLostError) for error in update.failed.values()
                 )
@@ -327,7 +330,8 @@ class Coordinator:
         self, terms: StartTerms, update: UpdateTransaction, tries: int
     ) -> DeltaTask | DeltaOffer | None:
         """Return what an update does about deltas: after a failure it sends the whole model."""
-        if tries > 1:
+        after_refusal, self._whole_next = self._whole_next, False
+        if tries > 1 or after_refusal:
             return self.deltas.retry(terms)
         return self.deltas.offer(terms, update.members)
 

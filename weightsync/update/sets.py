@@ -42,12 +42,14 @@ def parts_of(update_id: str) -> int:
 class SetUpdate:
     """One attempt to update all parts of a set, each by a thread of its own on the sender.
 
-    No part sends its finish before all parts are PREPARED. `error` is the first of a part before.
+    No part sends its finish before all parts are PREPARED. `error` is the first of a part before;
+    `again`, whether that part would send something else in another attempt.
     """
 
     def __init__(self, parts: int) -> None:
         self.update_id = new_set_id(parts)
         self.error: BaseException | None = None
+        self.again = False
         self._parts = parts
         self._ready = 0
         self._changed = threading.Condition()
@@ -65,11 +67,14 @@ class SetUpdate:
             f"another part of the set failed before the commit: {text_of(self.error)}"
         )
 
-    def failed(self, error: BaseException) -> None:
-        """Note that a part has failed; the others do not commit, if none has begun to."""
+    def failed(self, error: BaseException, *, again: bool = False) -> None:
+        """Note that a part has failed; the others do not commit, if none has begun to.
+
+        `again`: the part would send something else in another attempt.
+        """
         with self._changed:
             if not self._all_ready and self.error is None:
-                self.error = error
+                self.error, self.again = error, again
             self._changed.notify_all()
 
     @property
