@@ -709,8 +709,8 @@ class WeightSender:
         stop: StopSignal,
     ) -> SyncReport:
         """Send as a part of a set. Called by SetSender, in a thread for each part."""
-        arguments = _texts(version=version, label=label, rewind=rewind)
-        try:
+        with update.part():
+            arguments = _texts(version=version, label=label, rewind=rewind)
             with self._call("send_weights", arguments, stop) as coordinator:
                 assert coordinator is not None  # a set is sent by one rank
                 coordinator.fleet.set_update = update
@@ -718,9 +718,6 @@ class WeightSender:
                     return coordinator.send(version, label, rewind=rewind)
                 finally:
                     coordinator.fleet.set_update = None
-        except BaseException as exc:
-            update.failed(exc)
-            raise
 
     def _run(
         self,

@@ -142,16 +142,16 @@ class SetSender:
         """Send all parts at once, each in a thread; return the errors, or the reports."""
         stops = [StopSignal() for _ in self.senders]
         futures: list[Future[SyncReport]] = [Future() for _ in self.senders]
-        for sender, stop, future in zip(self.senders, stops, futures, strict=True):
-            send = partial(sender._send_in_set, update, version, label, rewind, stop)
-            self._threads.submit(send, future)
         try:
+            for sender, stop, future in zip(self.senders, stops, futures, strict=True):
+                send = partial(sender._send_in_set, update, version, label, rewind, stop)
+                self._threads.submit(send, future)
             wait(futures)
-        except BaseException as exc:  # an interrupt: the parts end before it is raised
+        except BaseException as exc:  # an interrupt: the parts that began end before it is raised
             update.failed(exc)
             for stop in stops:
                 stop.set()
-            wait(futures)
+            update.await_parts()
             raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         return errors, [] if errors else [future.result() for future in futures]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +20,7 @@ import weightsync as ws
 from tests.children import CONTEXT
 from tests.serve.adapted import dying_before
 from tests.server.live import serving
+from tests.update.test_interrupts import Interrupt
 from weightsync.errors import TransferCancelled
 from weightsync.ranks.stop import StopSignal
 from weightsync.server import weight_router
@@ -428,3 +431,56 @@ def test_ready_is_for_all_or_for_none() -> None:
         update.failed(RuntimeError("in the commit"))
         waiting.result(WAIT_S)
     assert update.error is None
+
+
+def test_no_part_is_ready_after_one_has_failed() -> None:
+    """Also when as many have called as there are parts."""
+    update = SetUpdate(2)
+    update.failed(RuntimeError("the first one"))
+    for _ in range(2):
+        with pytest.raises(ws.TransferError, match="the first one"):
+            update.ready()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_a_part_that_ends_in_any_way_is_not_waited_for(error: type[BaseException]) -> None:
+    update = SetUpdate(2)
+
+    def fail() -> None:
+        with update.part():
+            raise error("stop")
+
+    def become_ready() -> None:
+        with update.part():
+            update.ready()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(become_ready)
+        with pytest.raises(error):
+            fail()
+        with pytest.raises(ws.TransferError, match="stop"):
+            waiting.result(WAIT_S)
+    update.await_parts()
+    with pytest.raises(ws.TransferError, match="stop"):
+        become_ready()
+
+
+def test_an_interrupt_ends_all_parts(served: tuple[Server, str]) -> None:
+    """At each point of the thread that starts them and waits; also where one has not begun."""
+    server, url = served
+    with ws.connect_set(server.modules, to=url) as sender:
+        at, more = 0, True
+        while more:
+            at += 1
+            server.fill(-at)
+            interrupt, traced = Interrupt("_send", at), sys.gettrace()
+            sys.settrace(interrupt)
+            with suppress(KeyboardInterrupt):
+                sender.send_weights()
+            sys.settrace(traced)
+            more = interrupt.raised
+            assert server.state[0] == server.state[1], at
+            server.fill(at)
+            sender.send_weights()
+            assert [value for _, value in server.state] == [at, at]
+    assert at > 10

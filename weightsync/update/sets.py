@@ -11,7 +11,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from weightsync.errors import (
@@ -51,21 +52,50 @@ class SetUpdate:
         self.error: BaseException | None = None
         self.again = False
         self._parts = parts
-        self._ready = 0
+        self._running = self._ready = 0
         self._changed = threading.Condition()
 
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Send one part inside the block; an error of it is the update's.
+
+        Raises TransferError where another part has failed before this one begins.
+        """
+        with self._changed:
+            self._check()
+            self._running += 1
+        try:
+            yield
+        except BaseException as exc:
+            self.failed(exc)
+            raise
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def await_parts(self) -> None:
+        """After `failed`: wait until the parts that have begun are over; no other begins."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+
     def ready(self) -> None:
-        """Wait until every part is PREPARED. Raises TransferError where one has failed."""
+        """Wait until every part is PREPARED. Raises TransferError where one has failed.
+
+        Called once by each part, in the block of `part`. It needs no timeout: the blocks of the
+        others, whose waits have one each, come here or end with an error.
+        """
         with self._changed:
             self._ready += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._all_ready or self.error is not None)
-            if self._all_ready:
-                return
-        assert self.error is not None  # or the wait would go on
-        raise TransferError(
-            f"another part of the set failed before the commit: {text_of(self.error)}"
-        )
+            self._check()
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise TransferError(
+                f"another part of the set failed before the commit: {text_of(self.error)}"
+            )
 
     def failed(self, error: BaseException, *, again: bool = False) -> None:
         """Note that a part has failed; the others do not commit, if none has begun to.
