@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fastapi import FastAPI
+from msgspec.structs import replace
 from torch import nn
 
 import weightsync as ws
@@ -266,6 +267,38 @@ def without_aborts(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(request, **options)
 
     return called
+
+
+@pytest.mark.parametrize("path", ["", "draft"])
+def test_no_finish_is_sent_when_a_part_got_another_table(
+    served: tuple[Server, str], path: str
+) -> None:
+    """An orphaned part, which gets no digest with a finish, has been compared before."""
+    server, url = served
+    with ws.connect_set(server.modules, to=url) as sender:
+        server.fill(1)
+        sender.send_weights()
+        server.fill(2)
+        part = sender.senders[list(server.modules).index(path)]
+        assert part._coordinator is not None
+        transport = part._coordinator.fleet.members[0].transport
+        call, sent = transport.call, []
+
+        def called(request: Request, **options: Any) -> Any:
+            sent.append(type(request))
+            reply = call(request, **options)
+            loads = isinstance(request, UpdateRequest)
+            return replace(reply, table_digest="0" * 32) if loads else reply
+
+        transport.call = called  # type: ignore[method-assign]  # of this test
+        with pytest.raises(ws.VerificationError, match="the table of fingerprints that arrived"):
+            sender.send_weights()
+        assert sent.count(UpdateRequest) == 1
+        assert FinishRequest not in sent
+        assert server.state == [(1, 1.0), (1, 1.0)]
+        transport.call = call  # type: ignore[method-assign]
+        sender.send_weights()
+        assert [value for _, value in server.state] == [2.0, 2.0]
 
 
 def test_a_finish_waits_for_that_of_the_other_part() -> None:

@@ -294,8 +294,26 @@ class UpdateTransaction:
     def _await_set(self) -> None:
         """As a part of a set: wait until its other parts are PREPARED, too."""
         if self._fleet.set_update is not None:
+            self._check_tables()
             self._fleet.set_update.ready()
             self._fleet.set_update = None  # what is sent again is sent to this part alone
+
+    def _check_tables(self) -> None:
+        """Raise VerificationError where a receiver was sent another table of fingerprints.
+
+        A receiver compares them at the finish. It gets none where this process dies after the
+        finish of another part of the set, which commits this one, too.
+        """
+        sent = {member: self._finish_request(member).table_digest for member in self._staying}
+        held = {member: self.replies[member].table_digest for member in sent}
+        wrong = [m for m in sent if sent[m] is not None and held[m] not in (None, sent[m])]
+        if wrong:
+            error = VerificationError(
+                f"{names(wrong)}: the table of fingerprints that arrived is not the one that was "
+                "sent: it was changed in transit; send the update again"
+            )
+            self.failed.update(dict.fromkeys(wrong, error))
+            raise error
 
     def abort(self, reason: str) -> None:
         """Abort the update on every receiver, unless a finish request was sent."""

@@ -1027,8 +1027,9 @@ class _ReceiverSet:
     ) -> None:
         """Commit an update of this number of parts in all of its receivers, or in none.
 
-        When each has its finish. Not waited for is one whose sender is dead: it had everything, and
-        a finish means that the sender, or the one after it, has decided. Raises
+        When each has its finish. Not waited for is one whose sender is dead: a finish means that
+        all parts were PREPARED, with the fingerprints that were sent, and that the sender, or the
+        one after it, has decided. Raises
         UpdateConflictError where a finish does not come, and nothing has changed then. So it does
         where fewer receivers have the update: these give it up, as the others did.
         """
