@@ -46,11 +46,19 @@ class Part:
         lease_s: float = WAIT_S,
         apply: ApplyChoice = "staged",
     ) -> None:
+        self.fails = False
         self.served = make(0)
         self.sink = StoppingSink(self.served)
-        self.receiver = ws.WeightReceiver(self.sink, lease_s=lease_s, apply=apply, beside=beside)
+        self.receiver = ws.WeightReceiver(
+            self.sink, lease_s=lease_s, apply=apply, beside=beside, on_commit=self._on_commit
+        )
         self.sender = Sender()
         self.sender.init(self.receiver)
+
+    def _on_commit(self, _: int) -> None:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("this hook fails once")
 
     def say(self, request: Request) -> StepReply:
         reply = self.receiver.dispatch(request)
