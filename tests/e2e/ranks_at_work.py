@@ -54,7 +54,7 @@ def seen(act: Callable[[], Any]) -> Seen:
     started = time.monotonic()
     try:
         result = act()
-    except Exception as exc:  # noqa: BLE001  # the error is the result
+    except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001  # the error is the result
         return Seen(
             kind=type(exc).__name__,
             text=str(exc),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -21,6 +22,8 @@ from tests.e2e import ranks_at_work as work
 from tests.e2e.models import digests
 from tests.e2e.processes import stop
 from tests.e2e.ranks_at_work import Digests, Seen, seen
+from tests.interrupts import Interrupt
+from weightsync.ranks import comm
 from weightsync.report import SyncReport
 from weightsync.transports.http import HttpTransport
 from weightsync.weights.copying import shards
@@ -28,7 +31,7 @@ from weightsync.weights.sources.base import Snapshot
 from weightsync.wire.messages import FinishRequest, UpdateRequest
 
 Step = Literal["before", "begin", "between", "begun", "transfer", "transferred", "end"]
-Act = Literal["raise", "die", "stop"]
+Act = Literal["raise", "die", "stop", "interrupt"]
 
 
 def fail_at(step: Step, act: Act) -> None:
@@ -56,6 +59,8 @@ def fail_at(step: Step, act: Act) -> None:
         if act == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
             return result if after else genuine(*args, **named)
+        if act == "interrupt":
+            raise KeyboardInterrupt
         if step in ("between", "end"):  # what frees an engine, raises errors of weightsync alone
             raise ws.TransferError(f"in {step}")
         raise ZeroDivisionError(f"in {step}")
@@ -68,7 +73,8 @@ def send_failing(rank: int, at: int, step: Step, act: Act) -> tuple[Seen, Digest
     work.kept().step()
     if rank == at:
         fail_at(step, act)
-    return seen(work.kept().sender.send_weights), work.kept().full() if act == "raise" else {}
+    outcome = seen(work.kept().sender.send_weights)
+    return outcome, work.kept().full() if act in ("raise", "interrupt") else {}
 
 
 def send_written_to(rank: int, at: int, copies: bool) -> Seen:
@@ -308,11 +314,39 @@ def send_interrupted(rank: int, at: int, wait: int) -> tuple[str, Seen, Digests]
         comm._outcome = outcome
     try:
         ended = seen(work.kept().sender.send_weights).kind or "sent"
-    except KeyboardInterrupt:
-        ended = "interrupted"
     finally:
         vars(comm).pop("_outcome", None)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
     return ended, seen(work.kept().sender.send_weights), work.kept().full()
+
+
+def send_interrupted_in(
+    rank: int, at: int, where: str, point: int, inline_nbytes: int
+) -> tuple[str, Seen, Seen, Digests]:
+    """Send, change the model, and send; an Interrupt ends the first call of rank `at`.
+
+    It counts from where that rank has begun the call. Return where it was raised, how the calls
+    ended, and the model. Payloads of the ranks that are longer than `inline_nbytes` take a
+    collective more.
+    """
+    interrupt = Interrupt(where, point)
+    sender, model = work.kept().sender, work.kept().model
+
+    def begin(*args: Any) -> bytes:
+        digest = comm.digest_of_call(*args)
+        if rank == at:
+            sys.settrace(interrupt)
+        return digest
+
+    with mock.patch.object(comm, "_INLINE_NBYTES", inline_nbytes):
+        try:
+            with mock.patch("weightsync.ranks.group.digest_of_call", begin):
+                ended = seen(sender.send_weights)
+        finally:
+            sys.settrace(None)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        return interrupt.raised, ended, seen(sender.send_weights), work.kept().full()

@@ -6,16 +6,14 @@ such points of one function, one after the other, and makes a whole update after
 
 from __future__ import annotations
 
-import dis
 import gc
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import CodeType, FrameType
-from typing import Any
+from contextlib import suppress
 
 import pytest
 
 import weightsync as ws
+from tests.interrupts import Interrupt
 from tests.update.test_races import Sender, fill, make
 from tests.update.uniform import values
 from weightsync.update.lifecycle import ApplyChoice
@@ -25,38 +23,6 @@ from weightsync.wire.messages import AbortRequest, FinishRequest
 pytestmark = pytest.mark.usefixtures("shm_clean")
 
 WAIT_S = 30.0
-_LOOKS_FOR_SIGNALS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the point number `at` of the functions with this name."""
-
-    def __init__(self, function: str, at: int) -> None:
-        self.raised = False
-        self._function, self._left = function, at
-        self._names: dict[CodeType, dict[int, str]] = {}
-
-    def __call__(self, frame: FrameType, _: str, __: Any) -> Any:
-        code = frame.f_code
-        if code.co_name != self._function or "/weightsync/" not in code.co_filename:
-            return None
-        if code not in self._names:
-            self._names[code] = {i.offset: i.opname for i in dis.get_instructions(code)}
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        before = ""
-
-        def follow(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal before
-            if event == "opcode":
-                if before in _LOOKS_FOR_SIGNALS:
-                    self._left -= 1
-                    if not self._left:
-                        self.raised = True
-                        raise KeyboardInterrupt
-                before = self._names[code].get(frame.f_lasti, "")
-            return follow
-
-        return follow
 
 
 def update(sender: Sender, receiver: ws.WeightReceiver, value: float, update_id: str) -> None:
@@ -72,16 +38,10 @@ def read(receiver: ws.WeightReceiver) -> int:
 
 def interrupted(function: str, at: int, sender: Sender, receiver: ws.WeightReceiver) -> bool:
     interrupt = Interrupt(function, at)
-    traced = sys.gettrace()
-    sys.settrace(interrupt)
-    try:
+    with suppress(KeyboardInterrupt), interrupt.traced():
         update(sender, receiver, 1, f"u{at}")
         read(receiver)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-    return interrupt.raised
+    return bool(interrupt.raised)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +111,12 @@ def test_the_next_send_succeeds(function: str, in_block: bool) -> None:
             at += 1
             interrupt = Interrupt(function, at)
             fill(trained, -at)
-            traced = sys.gettrace()
-            sys.settrace(interrupt)
-            try:
+            with suppress(KeyboardInterrupt), interrupt.traced():
                 if in_block:
                     with sender.update() as block:
                         block.send(trained.state_dict().items())
                 else:
                     sender.send_weights()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(traced)
             fill(trained, at)
             sender.send_weights()
             assert values(served) == {at}, f"interrupted at point {at} of {function}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from traceback import walk_tb
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -47,12 +49,13 @@ _CANCEL_POLL_S = 0.2
 _LOST = "lost"
 _DIED = "died"
 _STOPPED = "stopped"
+_LEFT = "left "
 _NOTES = "notes"
 _STORE = "the process that holds the trainer's store (rank 0, or torchrun's agent)"
 _WAIT_SLICE = timedelta(seconds=0.2)
 _NO_MESSAGE = b"\xc1"  # the one byte with which nothing begins in MessagePack
-_KEPT_WORKS = 4
-"""Collectives whose objects are kept after their end.
+_KEPT = 4
+"""Words, and collectives beside them, whose objects are kept after their end.
 
 A thread of Gloo would free their tensors if it were the last to hold them. For that it takes the
 interpreter's lock, which aborts the process while the interpreter exits.
@@ -61,10 +64,76 @@ interpreter's lock, which aborts the process while the interpreter exits.
 # Every call begins with parts of the same size: the call of each rank, and its payload where that
 # is short. Gloo sends 1,000 bytes as fast as 8.
 _CALLS = ("agree", "failed agree", "exchange", "broadcast", "long replies")
+_BRINGING_ALL = (("exchange", {"exchange"}), ("long replies", {"broadcast"}))
+"""Calls of rank 0, and of the others, in which all get the payloads of all."""
 MAX_RANKS = 32_767
 _FIRST_NBYTES = 1024
 _HEAD = struct.Struct("<Bq")
 _INLINE_NBYTES = _FIRST_NBYTES - _HEAD.size
+
+_Post = Callable[[], dist.Work]
+"""Posts a collective: a partial of a method of the group, with no line of Python. See `_post`."""
+
+
+def _post(kept: list[dist.Work], *posts: _Post) -> None:
+    """Post collectives, and keep their objects: all of them or, at an interrupt (Ctrl-C), none.
+
+    No line of Python runs in between, after which a rank could not tell what it has posted.
+    """
+    kept.extend(map(operator.call, posts))
+
+
+class _Word:
+    """One word: a call in which every rank gives its part to all, by way of rank 0.
+
+    `works` has the collectives of it that this rank has posted: the gather of the parts, their
+    broadcast and, for payloads that are too long for a part, a third one. Rank 0 posts the first
+    alone, and the others once it has all parts. Another rank posts the first two at once, and the
+    third when it has the parts. `parts` is `uint8[ranks, nbytes]`, `bodies` the buffers of the
+    third. `said` has the call of each rank, the length of its payload, and the payload where that
+    is short. `is_over`: this rank, not 0, has received all. `before` is the payload of rank 0's
+    last broadcast before this word.
+    """
+
+    def __init__(self, number: int, before: bytes = b"") -> None:
+        self.number = number
+        self.before = before
+        self.call = ""
+        self.payload = b""
+        self.parts = torch.empty(0)
+        self.works: list[dist.Work] = []
+        self.said: list[tuple[str, int, bytes]] = []
+        self.bodies: list[torch.Tensor] = []
+        self.is_over = False
+
+    @property
+    def calls(self) -> list[str]:
+        """The call of each rank."""
+        return [call for call, _, _ in self.said]
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """The payload of each rank; b"" for a long one that its call does not bring."""
+        if len(self.bodies) <= 1:
+            short = [inline for _, _, inline in self.said]
+            return [*map(_bytes_of, self.bodies), *short[len(self.bodies) :]]
+        pairs = zip(self.bodies, self.said, strict=True)
+        return [_bytes_of(body[:length]) for body, (_, length, _) in pairs]
+
+    def read(self, group: Any, *, leads: bool) -> list[_Post]:
+        """Read the parts; return what brings the payloads that are too long for them, if any."""
+        self.said = list(map(_read_first_part, self.parts))
+        calls, length = self.calls, max(length for _, length, _ in self.said)
+        if all(call == "broadcast" for call in calls):
+            length = self.said[0][1]
+            if length > _INLINE_NBYTES:
+                self.bodies = [_tensor_of(self.payload if leads else b"", length)]
+                return [partial(group.broadcast, self.bodies[0], 0)]
+        elif length > _INLINE_NBYTES and (calls[0], set(calls[1:])) in _BRINGING_ALL:
+            own = _tensor_of(self.payload, length)
+            self.bodies = [torch.empty_like(own) for _ in calls]
+            return [partial(group.allgather, [self.bodies], [own])]
+        return []
 
 
 class StoreRendezvous:
@@ -145,8 +214,12 @@ class RankComm:
 
     `rank` and `size` are those of the trainer's process group; messages name a rank by its global
     rank (`names`). `store` is for short notes, None where there is one rank. `process_group` is the
-    trainer's, None for the default one. `calls` are those in progress. `words` counts what all
-    ranks have said to all: equal on ranks that are in the same step, also after an interrupt.
+    trainer's, None for the default one. `calls` are those in progress.
+
+    An interrupt (Ctrl-C) may end a call at any point: what this rank has posted of its word is
+    known, and `words` tells whether the word counts as said. Then this rank may make the next call;
+    a `broadcast` that it has begun, not on rank 0, is resumed by its next one. What it cannot go on
+    with, an `exchange` for instance, breaks the group as the loss of a rank does: see `leave`.
 
     Different calls on the ranks raise ProtocolError on all of them. If a rank dies, is stopped for
     `watch.limit_s`, or does not call within the group's timeout, all others raise a TransferError
@@ -173,15 +246,32 @@ class RankComm:
         self._group = group
         self._watch: RankWatch | None = watch
         weakref.finalize(self, watch.close)
-        self._works: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
-        self._gathered: tuple[torch.Tensor, dist.Work] | None = None
-        self._expected: tuple[torch.Tensor, dist.Work, bytes] | None = None
+        self._kept: deque[object] = deque(maxlen=_KEPT)
+        self._word = _Word(1)
         self._rendezvous = rendezvous
         self._broken: str | None = None
         self._broken_as: type[TransferError] = TransferError
         self._order = 0
-        self.words = 0
         self.calls = TorchCalls()
+
+    @property
+    def words(self) -> int:
+        """How many words this rank has said, or heard in a `broadcast` of rank 0.
+
+        Equal on ranks that are in the same step, also after an interrupt.
+        """
+        return self._word.number if self._is_said(self._word) else self._word.number - 1
+
+    @property
+    def heard(self) -> bytes:
+        """The payload that rank 0 has broadcast last, as far as this rank has heard it."""
+        word = self._word
+        is_heard = self._is_said(word) and word.calls[:1] == ["broadcast"]
+        return word.payloads[0] if is_heard else word.before
+
+    def _is_said(self, word: _Word) -> bool:
+        waits_for_rank_0 = self.rank > 0 and word.call == "broadcast"
+        return word.is_over if waits_for_rank_0 else len(word.works) > 1
 
     @property
     def broken(self) -> bool:
@@ -197,7 +287,7 @@ class RankComm:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in rank order; lengths may differ. Collective."""
         with self.calls.inside():
-            return self._gather("exchange", payload)
+            return self._meet("exchange", payload)
 
     def broadcast(self, payload: bytes | None = None, *, reply: bytes = b"") -> bytes:
         """Return the payload of rank 0; the other ranks pass None, and may `reply`. Collective.
@@ -208,13 +298,8 @@ class RankComm:
         if self.rank == 0 and payload is None:
             raise ConfigError("rank 0 has to give the payload that it broadcasts")
         with self.calls.inside():
-            said = payload if self.rank == 0 and payload is not None else b""
-            nbytes, inline = self._meet("broadcast", reply if self.rank else said)[0]
-            if nbytes <= _INLINE_NBYTES:
-                return inline
-            buffer = _tensor_of(said, nbytes)
-            self._run(lambda group: group.broadcast(buffer, 0))
-            return _bytes_of(buffer)
+            said = payload if self.rank == 0 and payload is not None else reply
+            return self._meet("broadcast", said)[0]
 
     def collect(self, own: bytes) -> list[bytes]:
         """Return what the ranks reply, in rank order, `own` for rank 0. On rank 0 alone.
@@ -223,14 +308,13 @@ class RankComm:
         where they are in another call.
         """
         with self.calls.inside():
-            read = [_read_first_part(part) for part in self._gather_parts()[1:]]
-            if any(_CALLS[number] != "broadcast" for number, _, _ in read):
+            self._wait(self._begin_gather)
+            said = list(map(_read_first_part, self._word.parts[1:]))
+            if any(call != "broadcast" for call, _, _ in said):
                 self._meet("broadcast")  # raises, there too
-            lengths = [0, *(length for _, length, _ in read)]
-            if max(lengths) <= _INLINE_NBYTES:
-                return [own, *(inline for _, _, inline in read)]
-            self._share(_first_part(_CALLS.index("long replies"), b""))
-            return [own, *self._gather_long(b"", lengths)[1:]]
+            if any(length > _INLINE_NBYTES for _, length, _ in said):
+                return [own, *self._meet("long replies")[1:]]
+            return [own, *(inline for _, _, inline in said)]
 
     def expect(self, reply: bytes = b"") -> None:
         """Begin the next `broadcast`: give the `reply`, and wait for rank 0 without blocking.
@@ -242,31 +326,36 @@ class RankComm:
         if self.rank == 0:
             self._begin_gather(self._group)
         else:
-            self._begin_broadcast(self._group, reply)
-
-    @property
-    def expects(self) -> bool:
-        """Whether this rank, not 0, has begun a `broadcast` that it has not ended."""
-        return self._expected is not None
+            with suppress(TransferError):  # the next call raises it
+                self._begin(self._group, "broadcast", reply)
 
     def check_expected(self) -> None:
         """Raise TransferError where a rank was lost since `expect`; cheap."""
-        begun = self._gathered or self._expected
-        if begun is None or not begun[1].is_completed():
+        word = self._word
+        if self._is_said(word) or not word.works or not word.works[-1].is_completed():
             return
         try:
-            begun[1].wait(_WAIT_SLICE)
+            word.works[-1].wait(_WAIT_SLICE)
         except RuntimeError as exc:
-            self._gathered = self._expected = None
             self._lose(exc.with_traceback(None), 0.0)
 
     def spread(self, flat: torch.Tensor, owner: int) -> None:
         """Overwrite `uint8[nbytes]` of the host with that of rank `owner`. Collective."""
         with self.calls.inside():
-            self._run(lambda group: group.broadcast(flat, owner))
+            self._run(lambda group: self._spread(group, flat, owner))
+
+    def _spread(self, group: Any, flat: torch.Tensor, owner: int) -> dist.Work:
+        kept: list[dist.Work] = []
+        self._kept.append(kept)
+        _post(kept, partial(group.broadcast, flat, owner))
+        return kept[0]
 
     def agree(
-        self, error: BaseException | None = None, *, look: Callable[[], None] | None = None
+        self,
+        error: BaseException | None = None,
+        *,
+        look: Callable[[], None] | None = None,
+        again: bool = False,
     ) -> None:
         """Raise on every rank if any rank passes an error: the same class, with the rank's name.
 
@@ -274,10 +363,12 @@ class RankComm:
         foreign exception becomes a RemoteError. Of several errors one is raised that is not the end
         of a wait, in a collective of torch for instance: such a wait may have been for the rank
         that failed. Of several of the same kind it is that of the lowest rank. `look` is called
-        periodically during a long wait, and must not raise. Collective.
+        periodically during a long wait, and must not raise. `again`: once more after an interrupt,
+        where this rank's word of it is said (`words`). Collective.
         """
+        call = "agree" if error is None else "failed agree"
         with self.calls.inside():
-            self._meet("agree" if error is None else "failed agree", error=error, look=look)
+            self._meet(call, error=error, look=look, again=again)
 
     def note_failure(self, error: BaseException) -> int:
         """Return how many waits ended in vain on other ranks before this error, and this one.
@@ -324,12 +415,34 @@ class RankComm:
         """Whether a rank has set the key `note` of `store`; as of some moments ago."""
         return self._watch is not None and self._watch.is_set(f"{_NOTES}/{note}")
 
+    def leave(self) -> None:
+        """Break the group: this rank cannot take part in what the others wait for next.
+
+        They raise TransferError by its name, within moments; so does each further call here. Not
+        collective. Called after an interrupt between collectives.
+        """
+        if self._broken is not None or self._group is None:
+            return
+        never_destroy(self._group)  # it would wait for the other ranks
+        self._note_loss(f"{_LEFT}{self.rank}")
+        self._broken = self._left(self.rank)
+        self.close()
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Run a block of collectives in a row: after an error in it this rank leaves."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
     def close(self) -> None:
         """Leave the group; not collective, may be called twice."""
         if self._watch is not None:
             self._watch.close()
-        self._works.clear()  # they hold the group's sockets
-        self._gathered = self._expected = None
+        self._kept.clear()  # they hold the group's sockets
+        self._word = _Word(self._word.number + 1)
         self._group = None
 
     def _meet(
@@ -339,82 +452,93 @@ class RankComm:
         *,
         error: BaseException | None = None,
         look: Callable[[], None] | None = None,
-    ) -> list[tuple[int, bytes]]:
-        """Wait until every rank is in this call; return each payload's length, and the payload.
+        again: bool = False,
+    ) -> list[bytes]:
+        """Wait until every rank is in this call; return the payload of each.
 
-        b"" for one that is too long. Raises if any rank passes an error, or is in another call.
+        In a `broadcast` that of rank 0 first, and b"" for replies that are long. Raises if any rank
+        passes an error, or is in another call. `again`: this rank's word is said.
         """
-        if call == "broadcast" and self.rank > 0:
-            # An interrupt leaves it begun: this rank has replied, and has to hear what rank 0 says.
-            self._run(lambda group: self._begin_broadcast(group, payload), look)
-            assert self._expected is not None
-            self.words += 1
-            (parts, _, payload), self._expected = self._expected, None
+        if again:
+            word = self._word
+            if word.call != call:
+                self.leave()
+                raise TransferError(self._broken)
+            self._run(lambda _: word.works[1], look)
+        elif self.rank == 0:
+            self._wait(self._begin_gather, look)
+            word = self._word
+            word.call, word.payload = call, payload
+            word.parts[0] = _first_part(_CALLS.index(call), payload)
+            self._run(lambda group: self._say(group, word), look)
         else:
-            parts = self._share(_first_part(_CALLS.index(call), payload), look)
-        read = list(map(_read_first_part, parts))
-        calls = [_CALLS[number] for number, _, _ in read]
-        if calls[0] == "long replies":  # which rank 0 collects; its broadcast follows
-            self._gather_long(payload, [length for _, length, _ in read])
-            return self._meet(call, look=look)
+            self._run(lambda group: self._begin(group, call, payload), look)
+            word = self._word
+        if self.rank and len(word.works) == 2:
+            _post(word.works, *word.read(self._group, leads=False))
+        if len(word.works) > 2:
+            self._run(lambda _: word.works[2], look)
+        word.is_over = True
+        calls = word.calls
+        if calls[0] == "long replies":
+            # Rank 0 has collected them; its broadcast follows.
+            return word.payloads if self.rank == 0 else self._meet(call, look=look)
         if "failed agree" in calls:
             raise self._agreed_error(error) from error
         if any(other != call for other in calls):
             self._raise_different_calls(calls)
-        return [(length, inline) for _, length, inline in read]
+        return word.payloads
 
-    def _share(self, part: torch.Tensor, look: Callable[[], None] | None = None) -> torch.Tensor:
-        """Return `uint8[ranks, nbytes]`, which has the part of each rank, by way of rank 0.
+    def _begin_gather(self, group: Any) -> dist.Work:
+        """Begin the next word, on rank 0: wait for the parts of the others without blocking.
+
+        Also for those of a call that an interrupt ended here, in which the others still are.
+        """
+        word = self._word
+        if self._is_said(word):
+            word = self._word = _Word(word.number + 1, self.heard)
+        if not word.works:
+            word.parts = torch.empty(self.size, _FIRST_NBYTES, dtype=torch.uint8)
+            own = torch.empty_like(word.parts[0])
+            self._kept.append(word)
+            _post(word.works, partial(group.gather, list(word.parts), own, 0))
+        return word.works[0]
+
+    def _say(self, group: Any, word: _Word) -> dist.Work:
+        """Give all parts to all ranks, on rank 0.
 
         Gloo's allgather goes around all ranks in a ring. Its threads wait for a core by spinning:
         where there are fewer cores than ranks, it takes ten times as long (measured).
         """
-        if self.rank == 0:
-            parts = self._gather_parts(look)
-            parts[0] = part
+        long = word.read(group, leads=True)
+        _post(word.works, partial(group.broadcast, word.parts, 0), *long)
+        return word.works[1]
 
-            def spread(group: Any) -> dist.Work:
-                self._gathered = None
-                self.words += 1
-                work: dist.Work = group.broadcast(parts, 0)
-                return work
+    def _begin(self, group: Any, call: str, payload: bytes) -> dist.Work:
+        """Begin the next word, not on rank 0, or resume a broadcast that an interrupt ended here.
 
-            self._run(spread, look=look)
-            return parts
-        parts = part.new_empty(self.size, _FIRST_NBYTES)
-
-        def give_and_wait(group: Any) -> dist.Work:
-            self.words += 1
-            self._kept(group.gather([], part, 0))
-            work: dist.Work = group.broadcast(parts, 0)
-            return work
-
-        self._run(give_and_wait, look=look)
-        return parts
-
-    def _gather_parts(self, look: Callable[[], None] | None = None) -> torch.Tensor:
-        """Return the first parts of the other ranks, on rank 0, until it shares them with all.
-
-        Also those of a call that an interrupt ended here, in which the others still are.
+        Raises TransferError, on all ranks, after another call that takes more than what this rank
+        has posted of it.
         """
-        self._wait(self._begin_gather, look)
-        assert self._gathered is not None
-        return self._gathered[0]
-
-    def _begin_broadcast(self, group: Any, reply: bytes) -> dist.Work:
-        if self._expected is None:
-            first = _first_part(_CALLS.index("broadcast"), reply)
-            parts = first.new_empty(self.size, _FIRST_NBYTES)
-            self._kept(group.gather([], first, 0))
-            self._expected = parts, self._kept(group.broadcast(parts, 0)), reply
-        return self._expected[1]
-
-    def _begin_gather(self, group: Any) -> dist.Work:
-        if self._gathered is None:
-            parts = torch.empty(self.size, _FIRST_NBYTES, dtype=torch.uint8)
-            work = self._kept(group.gather(list(parts), torch.empty_like(parts[0]), 0))
-            self._gathered = parts, work
-        return self._gathered[1]
+        word = self._word
+        is_begun = word.works and not word.is_over
+        if is_begun and word.call == call == "broadcast":
+            return word.works[1]
+        if is_begun and word.call != "agree":
+            self.leave()
+            raise TransferError(self._broken)
+        if word.works:
+            word = self._word = _Word(word.number + 1, self.heard)
+        word.call, word.payload = call, payload
+        word.parts = torch.empty(self.size, _FIRST_NBYTES, dtype=torch.uint8)
+        part = _first_part(_CALLS.index(call), payload)
+        self._kept.append(word)
+        _post(
+            word.works,
+            partial(group.gather, [], part, 0),
+            partial(group.broadcast, word.parts, 0),
+        )
+        return word.works[1]
 
     def _agreed_error(self, error: BaseException | None) -> WeightSyncError:
         """Return the error that all ranks raise: see `agree`."""
@@ -427,7 +551,7 @@ class RankComm:
                 order=self.note_failure(error),
             )
         self._order = 0
-        bodies = self._gather("exchange", b"" if own is None else msgspec.json.encode(own))
+        bodies = self._meet("exchange", b"" if own is None else msgspec.json.encode(own))
         failures = {
             rank: msgspec.json.decode(body, type=_Failure)
             for rank, body in enumerate(bodies)
@@ -464,19 +588,6 @@ class RankComm:
         )
         raise ProtocolError(self._broken)
 
-    def _gather(self, call: str, payload: bytes) -> list[bytes]:
-        lengths, payloads = zip(*self._meet(call, payload), strict=True)
-        if max(lengths) <= _INLINE_NBYTES:
-            return list(payloads)
-        return self._gather_long(payload, lengths)
-
-    def _gather_long(self, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
-        padded = _tensor_of(payload, max(lengths))
-        buffers = [torch.empty_like(padded) for _ in range(self.size)]
-        self._run(lambda group: group.allgather([buffers], [padded]))
-        pairs = zip(buffers, lengths, strict=True)
-        return [_bytes_of(buffer[:length]) for buffer, length in pairs]
-
     def _run(
         self, start: Callable[[Any], dist.Work], look: Callable[[], None] | None = None
     ) -> None:
@@ -493,7 +604,7 @@ class RankComm:
             raise ConfigError("the group of the trainer's ranks is closed")
         began = time.monotonic()
         try:
-            failure = self._outcome(self._kept(start(self._group)), look)
+            failure = self._outcome(start(self._group), look)
         finally:
             if self._watch is not None:
                 self._watch.end_wait()
@@ -501,10 +612,6 @@ class RankComm:
             self._give_up(failure)
         if failure is not None:
             self._lose(failure, time.monotonic() - began)
-
-    def _kept(self, work: dist.Work) -> dist.Work:
-        self._works.append(work)
-        return work
 
     def _outcome(
         self, work: dist.Work, look: Callable[[], None] | None = None
@@ -542,9 +649,9 @@ class RankComm:
     def _give_up(self, outcome: WatchOutcome) -> NoReturn:
         """Leave the group while a collective waits in it, for a rank that does not answer."""
         never_destroy(self._group)  # it would wait for that rank
+        how = _STOPPED
         limit_s = self._watch.limit_s if self._watch is not None else 0.0
         self.close()
-        stopped = True
         if outcome.store_is_silent:
             self.store = None  # no call to it returns
             lost = _STORE
@@ -552,10 +659,11 @@ class RankComm:
             lost = f"{name_ranks(self.names[rank] for rank in outcome.silent)} of {self.size}"
             self._note_loss(_STOPPED)
         else:
-            stopped = self._note_loss(_STOPPED) == _STOPPED
+            how = self._note_loss(_STOPPED)
+            self._raise_left(how)
             lost = name_lost_ranks(self._rendezvous, self.names)
         self._broken = f"{lost} did not answer the trainer's other ranks"
-        if not stopped:
+        if how != _STOPPED:
             self._broken += "; restart what died, and connect again"
             raise TransferError(self._broken)
         self._broken += (
@@ -564,6 +672,18 @@ class RankComm:
         )
         self._broken_as = TransferTimeout
         raise TransferTimeout(self._broken)
+
+    def _left(self, rank: int) -> str:
+        return (
+            f"rank {self.names[rank]} of {self.size} left a call in the middle, by an interrupt "
+            "(Ctrl-C) or an error, so that the trainer's ranks are not in step; connect again"
+        )
+
+    def _raise_left(self, how: str) -> None:
+        """Raise TransferError where a rank has left: `how` is what the first rank noted."""
+        if how.startswith(_LEFT):
+            self._broken = self._left(int(how.removeprefix(_LEFT)))
+            raise TransferError(self._broken)
 
     def _note_loss(self, how: str) -> str:
         """Note in the store that a rank is lost, and that this one lives; return how it was lost.
@@ -579,7 +699,7 @@ class RankComm:
     def _lose(self, cause: RuntimeError, waited_s: float) -> NoReturn:
         """Leave the broken group, so that all others notice too; raise an error with lost ranks."""
         self.close()
-        self._note_loss(_DIED)
+        self._raise_left(self._note_loss(_DIED))
         lost = name_lost_ranks(self._rendezvous, self.names)
         late = waited_s >= self.timeout_s * 0.9
         error = TransferTimeout if late else TransferError
@@ -600,8 +720,8 @@ class SingleRank(RankComm):
         self.names = (0,)
         self.timeout_s = 0.0
         self.store = self.process_group = self._group = self._broken = self._watch = None
-        self._gathered = self._expected = None
-        self._works = deque()
+        self._kept = deque()
+        self._word = _Word(1)
         self.calls = TorchCalls()
 
     def _meet(
@@ -611,10 +731,11 @@ class SingleRank(RankComm):
         *,
         error: BaseException | None = None,
         look: Callable[[], None] | None = None,
-    ) -> list[tuple[int, bytes]]:
+        again: bool = False,
+    ) -> list[bytes]:
         if error is not None:
             raise error
-        return [(0, b"")]
+        return [b""]
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return the payload."""
@@ -695,11 +816,12 @@ def _first_part(call: int, payload: bytes) -> torch.Tensor:
     return _tensor_of(_HEAD.pack(call, len(payload)) + inline, _FIRST_NBYTES)
 
 
-def _read_first_part(part: torch.Tensor) -> tuple[int, int, bytes]:
+def _read_first_part(part: torch.Tensor) -> tuple[str, int, bytes]:
     """Return the call, and the length of its payload, and the payload; b"" where it is too long."""
     data = _bytes_of(part)
     call, length = _HEAD.unpack_from(data)
-    return call, length, data[_HEAD.size :][:length] if length <= _INLINE_NBYTES else b""
+    inline = data[_HEAD.size :][:length] if length <= _INLINE_NBYTES else b""
+    return _CALLS[call], length, inline
 
 
 def _tensor_of(payload: bytes, length: int) -> torch.Tensor:

@@ -61,7 +61,7 @@ class RankGroup:
         self.observers = Observers()
         self._commanded_at = time.monotonic()
         self._call: tuple[str, Mapping[str, str]] = "", {}
-        self._has_left = False
+        self._words_before: int | None = None  # this call, which the ranks make or have made last
         self._reply = b""  # with which this rank, not 0, waits for the next command
         rank_info = worker.rank_info()
         self.rank_infos = [rank_info] if comm.size == 1 else self._exchange_rank_infos(rank_info)
@@ -95,9 +95,14 @@ class RankGroup:
             self._commanded_at = time.monotonic()
             self.comm.broadcast(encode(command))
             answer, error = self._answer(command, check)
-            answers = self._decode_results(self.comm.collect(encode(answer)))
-            if _failed_apart(command, answers):
-                self._agree_on_late(error)
+            try:
+                answers = self._decode_results(self.comm.collect(encode(answer)))
+                if _failed_apart(command, answers):
+                    self._agree_on_late(error)
+            except WeightSyncError:
+                if not isinstance(error, Exception | None):  # an interrupt comes out as one
+                    raise error from None
+                raise
             if error is not None and not isinstance(error, CancelledError):
                 raise error
             for name, one in zip(self.comm.names, answers, strict=True):
@@ -126,8 +131,7 @@ class RankGroup:
         try:
             self.worker.agree_on_late()
         except WeightSyncError:
-            is_interrupt = not isinstance(error, Exception | None)
-            if error is not None and (is_interrupt or not self.worker.is_own_error(error)):
+            if error is not None and not self.worker.is_own_error(error):
                 raise error from None
             raise
 
@@ -158,10 +162,13 @@ class RankGroup:
         with self._observed(Transfer()) if self.observers else nullcontext():
             try:
                 self.comm.broadcast(encode(Transfer()))
-                self.comm.expect()  # so that the death of another rank is noticed
+                # The others begin to wait for the End before they transfer: this notices a death
+                # until then. A later one is noticed by the receivers that read from that rank, and
+                # by the next word of this one.
+                self.comm.expect()
                 self.worker.transfer_apart(check)
-            except BaseException:
-                self.worker.cancel_transfer()
+            except BaseException as exc:
+                self.worker.skip_transfer(exc)
                 raise
 
     def check_same_call(self, call: str, arguments: Mapping[str, str]) -> None:
@@ -171,17 +178,31 @@ class RankGroup:
         """
         if self.comm.size == 1:
             return
-        self._end_left_call()
+        while self._is_in_call and not self.comm.broken:
+            self._end_left_call()
+        self._words_before = self.comm.words
         own = digest_of_call(call, arguments)
         self._call, self._reply = (call, arguments), own
-        if not self.leads:
-            return
-        self._has_left = True
-        if any(digest != own for digest in self.comm.collect(own)):
+        if self.leads and any(digest != own for digest in self.comm.collect(own)):
             self.comm.broadcast(encode(Compare()))
-            self._has_left = False  # the others leave it too
             compare_arguments(call, arguments, self.comm)
-        self._has_left = False
+
+    @property
+    def _is_in_call(self) -> bool:
+        """Whether this rank is in a call that rank 0 has not ended, as far as this rank knows.
+
+        Told by what it has heard, so that no interrupt comes between that and this.
+        """
+        if self._words_before is None:
+            return False
+        if self.comm.words == self._words_before:
+            return True
+        return not isinstance(self._heard, Finished | Compare)
+
+    @property
+    def _heard(self) -> AnyCommand | None:
+        """The last command, as far as this rank has heard it; None before the first."""
+        return decode_command(self.comm.heard) if self.comm.heard else None
 
     def _end_left_call(self) -> None:
         """End the call that an interrupt made this rank leave, in which the others still are.
@@ -189,16 +210,20 @@ class RankGroup:
         With an error, unless its bytes have been sent: the tensors may be others now.
         """
         left = TransferCancelled("a rank left the call, by an interrupt")
-        if self._has_left:  # rank 0, before it sent a command
-            self._has_left = False
+        if self.leads:
             self.finish(self.version, error=left)
-        if self.comm.expects:
-            self.worker.fault = left
-            try:
-                with suppress(WeightSyncError):
-                    self.serve()
-            finally:
-                self.worker.fault = None
+            return
+        words = self.comm.words
+        self.worker.fault = left
+        try:
+            if isinstance(self._heard, Transfer) and self.worker.is_apart:
+                self.worker.skip_transfer(left)
+            self.serve()
+        except WeightSyncError:
+            if self.comm.words == words:
+                raise
+        finally:
+            self.worker.fault = None
 
     def finish(
         self,
@@ -212,12 +237,7 @@ class RankGroup:
         if self.comm.size > 1:
             problem = to_problem(error) if error is not None else None
             finished = Finished(version=version, report=report, problem=problem)
-            words = self.comm.words
-            try:
-                self.comm.broadcast(encode(finished))
-            except BaseException:
-                self._has_left = self.comm.words == words  # an interrupt before the others heard
-                raise
+            self.comm.broadcast(encode(finished))
 
     def serve(self) -> Finished:
         """Execute rank 0's commands until its call ends. Raises the error of rank 0's call."""
@@ -237,8 +257,14 @@ class RankGroup:
                         own = exc
                 case Transfer() if self.worker.is_apart:
                     self.comm.expect()  # the command to end, so that the death of rank 0 is noticed
-                    with suppress(BaseException):  # raised at the End, with the other ranks
-                        self.worker.transfer_apart(lambda: None)
+                    try:
+                        with suppress(Exception):  # raised at the End, with the other ranks
+                            self.worker.transfer_apart(lambda: None)
+                    except BaseException as exc:  # an interrupt: they hear of it at the End, too
+                        self.worker.skip_transfer(exc)
+                        with suppress(WeightSyncError):
+                            self.serve()
+                        raise
                 case _:
                     answer, error = self._answer(command, lambda: None)
                     if error is not None and not isinstance(error, Exception):

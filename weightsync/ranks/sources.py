@@ -149,7 +149,7 @@ class CollectiveSource:
         """Return the payloads of all ranks, in the middle of a step. Every rank calls it."""
         try:
             return self._ranks.exchange(payload)
-        except BaseException:  # the ranks agreed on an error, or a rank is lost
+        except Exception:  # the ranks agreed on an error, or a rank is lost
             self._over = True
             raise
 
@@ -223,12 +223,26 @@ class CollectiveSource:
             raise
 
     def _agree(self) -> None:
-        """Wait for the next agreement; an error of `check` meanwhile is deferred until after it."""
+        """Wait for the next agreement; an error of `check` meanwhile is deferred until after it.
+
+        So is an interrupt: the others may gather next, with this rank. A second one breaks the
+        group.
+        """
+        words = self._ranks.words
         try:
             self._ranks.agree(look=self._look)
-        except BaseException:
+        except Exception:
             self._over = True
             raise
+        except BaseException as exc:  # noqa: BLE001  # raised after the agreement in progress
+            self._defer(exc)
+            try:
+                self._ranks.agree(look=self._look, again=self._ranks.words > words)
+            except BaseException as other:  # noqa: BLE001  # the first one counts
+                self._over = True
+                if not isinstance(other, Exception):
+                    self._ranks.leave()
+                raise exc from None
 
     def _look(self) -> None:
         if self._deferred is not None:
@@ -236,8 +250,11 @@ class CollectiveSource:
         try:
             self._check_own()
         except BaseException as exc:  # noqa: BLE001  # raised after the agreement in progress
-            self._deferred = exc
-            self._cancel_flag.set()
+            self._defer(exc)
+
+    def _defer(self, error: BaseException) -> None:
+        self._deferred = error
+        self._cancel_flag.set()
 
     def _raise_deferred(self) -> None:
         if self._deferred is not None:
@@ -341,7 +358,7 @@ def join_snapshots(snapshot: Snapshot, streams: Sequence[RankStream], ranks: Ran
     own = ranks.together(snapshot.stable_tensors)
     model = streams[0].model
     device = own[0].device if own else torch.device("cpu")
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), ranks.unbroken():
         full = [
             torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
             for spec in model.specs

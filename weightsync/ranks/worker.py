@@ -618,15 +618,35 @@ class RankWorker:
         try:
             self.do(Transfer(), check)
         except BaseException as exc:
-            tells = self._ranks.rank > 0 or self.is_own_error(exc)
-            if tells and not isinstance(exc, CancelledError):
-                self.late = exc
+            if not isinstance(exc, CancelledError):
+                if self._ranks.rank > 0 or self.is_own_error(exc):
+                    self.late = exc
+                self._cancel_apart()
             raise
 
-    def cancel_transfer(self) -> None:
-        """Cancel the transfer of the other ranks, where this one has not begun its own."""
-        if not self._transfers and self._collective is not None:
+    def skip_transfer(self, error: BaseException) -> None:
+        """Leave a transfer `apart` that this rank has not begun, by an interrupt before."""
+        if not self._transfers:
+            self.late = error
+            self._cancel_apart()
+
+    def _cancel_apart(self) -> None:
+        """Cancel the transfer on the other ranks, and on receivers that wait for this one.
+
+        Wherever the interrupt came that ended it here.
+        """
+        if not self._has_failed:
+            self._has_failed = True
+            self._cancel_engines()
+        if self._collective is not None:
             self._collective.cancel_next()
+
+    def _cancel_engines(self) -> None:
+        for name in self.reading:
+            try:
+                self.engines[name].cancel()
+            except Exception:  # the error of the transfer counts
+                logger.exception("backend %s: cancel() failed", name)
 
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
@@ -692,11 +712,7 @@ class RankWorker:
                     self._parts = self._sum_up()
             except BaseException as exc:
                 self._has_failed = not isinstance(exc, Cancellation)
-                for name in self.reading:
-                    try:
-                        self.engines[name].cancel()
-                    except Exception:  # the error of the transfer counts
-                        logger.exception("backend %s: cancel() failed", name)
+                self._cancel_engines()
                 raise
         update.transferred()
         if self._changes is not None:

@@ -441,6 +441,7 @@ class UpdateTransaction:
             )
 
         calls: dict[Member, Future[MemberReply]] = {}
+        interrupt: BaseException | None = None
         try:
             try:
                 self._begun = self._group.run_on_all(begin)
@@ -452,10 +453,11 @@ class UpdateTransaction:
             except NothingSentError:
                 raise
             except BaseException as exc:
+                interrupt = None if isinstance(exc, Exception) else exc
                 self._stop(calls, exc, apart=begin.apart and bool(calls))
                 raise
             finally:
-                self._results = self._end_transfer()
+                self._results = self._end_transfer(interrupt)
         except VerificationError as exc:
             self._refuse_changed(exc)
             raise
@@ -507,12 +509,18 @@ class UpdateTransaction:
         for member in self._staying:
             member.summed = self._group.worker.sums_for
 
-    def _end_transfer(self) -> list[CommandResult]:
-        """End the transfer on all ranks. Raises the error of a rank that transferred by itself."""
+    def _end_transfer(self, interrupt: BaseException | None) -> list[CommandResult]:
+        """End the transfer on all ranks. Raises the error of a rank that transferred by itself.
+
+        After an `interrupt` (Ctrl-C) of this rank it raises that: the ranks agree on an error that
+        only names it.
+        """
         try:
             return self._group.run_on_all(End())
-        except TransferTimeout as exc:
-            if self._late and not self._group.comm.broken:
+        except WeightSyncError as exc:
+            if interrupt is not None:
+                raise interrupt from None
+            if isinstance(exc, TransferTimeout) and self._late and not self._group.comm.broken:
                 add_target(exc, names(self._late))
                 self.failed.update(dict.fromkeys(self._late, exc))
             raise

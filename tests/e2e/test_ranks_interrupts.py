@@ -1,0 +1,89 @@
+"""An interrupt (Ctrl-C) of one rank while the ranks send: what its call raises, and the next one.
+
+The next call of all ranks sends what they have, or raises on each of them. None waits for a
+timeout, and no rank takes what another one says for something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.crew import Crew
+from tests.e2e import ranks_at_work as work
+from tests.e2e import stream_faults as faults
+from tests.e2e.processes import Host, Remote
+from tests.e2e.test_ranks import SMALL, check_alike, check_sent, receivers, start
+from weightsync.ranks import comm
+
+RING: dict[str, Any] = {"packed": True, **SMALL}
+GATHERED: dict[str, Any] = {"backend": "tcp"}
+WAYS: dict[str, dict[str, Any]] = {"registered": {}, "ring": RING}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "at"), [(2, 0), (2, 1), (4, 3)], indirect=["ranks"])
+@pytest.mark.parametrize("step", ["begun", "transfer", "transferred"])
+def test_an_interrupt_of_a_transfer_comes_out_as_one(
+    ranks: Crew, host: Host, at: int, step: faults.Step, way: str
+) -> None:
+    """The other ranks raise an error that names it, and the next update sends what all have."""
+    to = receivers(host, 2)
+    start(ranks, to, "fsdp", **WAYS[way])
+    held = ranks.run(work.step_and_send)[0][1]
+    outcomes = [seen for seen, _ in ranks.run(faults.send_failing, at, step, "interrupt")]
+    assert outcomes.pop(at).kind == "KeyboardInterrupt"
+    check_alike(outcomes, "RemoteError", f"rank {at}: " if at else "", "KeyboardInterrupt")
+    for remote in to:
+        assert {name: remote.digests()[name] for name in held} == held
+    check_sent(ranks.run(work.step_and_send), to, 2)
+
+
+def check_interrupted(
+    ranks: Crew, to: list[Remote], options: dict[str, Any], at: int, *where: Any
+) -> bool:
+    """Check a call that is interrupted, and the next one; return whether it was interrupted."""
+    results = ranks.run(faults.send_interrupted_in, at, *where)
+    raised = results[at][0]
+    said = f"interrupted in {raised}, point {where[1]} of {where[0]}"
+    assert results[at][1].kind == ("KeyboardInterrupt" if raised else ""), said
+    for _, first, second, _ in results:
+        assert max(first.took_s, second.took_s) < work.TIMEOUT_S / 2, said
+    sent = [(second, full) for _, _, second, full in results]
+    kinds = {outcome.kind for outcome, _ in sent}
+    if kinds != {""}:
+        assert kinds <= {"ProtocolError", "TransferError"}, said
+        ranks.run(work.close)
+        start(ranks, to, "fsdp", **options)
+        sent = ranks.run(work.step_and_send)
+    report = sent[0][0].result
+    assert report is not None, f"{said}: {sent[0][0].text}"
+    check_sent(sent, to, report.version)
+    return bool(raised)
+
+
+CASES = [
+    (where, way, at, nbytes)
+    for where in ("ranks/comm.py", "ranks/group.py", "ranks/worker.py")
+    for way in ("registered", "gathered")
+    for at in (0, 1)
+    for nbytes in ((comm._INLINE_NBYTES, 200) if where == "ranks/comm.py" else (200,))
+]
+"""Where the interrupts come, and how long a payload of the ranks may be to travel at once."""
+
+
+@pytest.mark.parametrize("step", [41, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("where", "way", "at", "nbytes"), CASES)
+def test_the_call_after_an_interrupt(
+    ranks: Crew, host: Host, where: str, way: str, at: int, nbytes: int, step: int
+) -> None:
+    """Of one rank, at any point of these files; some of the points in each run, all in a soak."""
+    to = receivers(host, 1)
+    options = GATHERED if way == "gathered" else {}
+    start(ranks, to, "fsdp", **options)
+    ranks.run(work.step_and_send)
+    point = 1
+    while check_interrupted(ranks, to, options, at, where, point, nbytes):
+        point += step
+    assert point > step
