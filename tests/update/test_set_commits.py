@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 import weightsync as ws
-from tests.update.test_interrupts import Interrupt
+from tests.interrupts import Interrupt
 from tests.update.test_leases import let_a_lease_pass
 from tests.update.test_races import Sender, StoppingSink, make, until
 from tests.update.uniform import values
@@ -315,12 +314,7 @@ def after_it_waits(mine: Part, other: Part, go: threading.Event, update_id: str)
 
 
 def interrupted(function: str, at: int, call: Callable[[], object]) -> bool:
-    interrupt, traced = Interrupt(function, at), sys.gettrace()
-    sys.settrace(interrupt)
-    try:
+    interrupt = Interrupt(function, at)
+    with suppress(KeyboardInterrupt), interrupt.traced():
         call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-    return interrupt.raised
+    return bool(interrupt.raised)
