@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +18,9 @@ from torch import nn
 
 import weightsync as ws
 from tests.children import CONTEXT
+from tests.interrupts import Interrupt
 from tests.serve.adapted import dying_before
 from tests.server.live import serving
-from tests.update.test_interrupts import Interrupt
 from weightsync.errors import TransferCancelled
 from weightsync.ranks.stop import StopSignal
 from weightsync.server import weight_router
@@ -506,12 +505,10 @@ def test_an_interrupt_ends_all_parts(served: tuple[Server, str]) -> None:
         while more:
             at += 1
             server.fill(-at)
-            interrupt, traced = Interrupt("_send", at), sys.gettrace()
-            sys.settrace(interrupt)
-            with suppress(KeyboardInterrupt):
+            interrupt = Interrupt("_send", at)
+            with suppress(KeyboardInterrupt), interrupt.traced():
                 sender.send_weights()
-            sys.settrace(traced)
-            more = interrupt.raised
+            more = bool(interrupt.raised)
             assert server.state[0] == server.state[1], at
             server.fill(at)
             sender.send_weights()
