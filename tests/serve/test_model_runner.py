@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.serve.stepping import Stepping, alone, cache_nbytes
+from tests.serve.stepping import Stepping, alone, cache_nbytes, kept_nbytes
 from weightsync.errors import ConfigError
 from weightsync.serve.messages import SamplingParams, Step
 from weightsync.serve.model import LoadedModel, make_tiny_model, make_tiny_vision_model
@@ -125,6 +126,60 @@ def test_joins_and_leaves_change_nothing_for_the_others(kind: str, data: st.Data
             core.leave(*data.draw(st.lists(st.sampled_from(core.living), max_size=2, unique=True)))
     for row, said in core.said.items():
         assert said == expected(kind, places[row])[: len(said)]
+
+
+def draft_of(kind: str) -> Any:
+    """A model that proposes some of another one's tokens, and others."""
+    size = 0.3 if kind.startswith("gemma") else 0.03
+    draft = copy.deepcopy(model_of(kind))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * parameter.abs().mean() * size)
+    return draft
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_draft_rows_join_and_leave_and_say_the_same(kind: str) -> None:
+    runner = ModelRunner(model_of(kind), draft=draft_of(kind), num_speculative_tokens=3)
+    core = Stepping(runner.execute)
+    prompt = PROMPTS[2]
+    core.start(core.new(PROMPTS[0]), core.new(prompt, keep_as=1))
+    results = [core.go_on() for _ in range(3)]
+    again = core.new([*prompt, 9], n=2, reuse=1, reuse_length=len(prompt))
+    core.start(again, core.new(PROMPTS[3]))
+    results += [core.go_on() for _ in range(2)]
+    core.leave(1, again.rows[0])
+    core.start(core.new(PROMPTS[4]))
+    core.living.reverse()
+    results += [core.go_on() for _ in range(40)]
+    prompts = dict(enumerate([PROMPTS[0], prompt, *[[*prompt, 9]] * 2, PROMPTS[3], PROMPTS[4]]))
+    for row, said in core.said.items():
+        assert said == alone(model_of(kind), prompts[row], len(said))
+    assert all(result.accepted == len(result.sampled) - result.proposed // 3 for result in results)
+    accepted, proposed = (sum(getattr(r, n) for r in results) for n in ("accepted", "proposed"))
+    assert 0.2 < accepted / proposed < 0.98
+    longest = max(len(prompts[row]) + len(core.said[row]) for row in core.living)
+    assert longest <= runner._batches[""].width + 1 <= longest + 64 + 4
+    core.leave(*core.living)
+    core.evict()
+    assert cache_nbytes(runner) == kept_nbytes(runner._kept[1])
+
+
+@torch.no_grad()
+def test_with_a_draft_logprobs_are_those_of_the_model() -> None:
+    sampling = SamplingParams(temperature=0.5, seed=1, logprobs=2)
+    runner = ModelRunner(model_of("llama"), draft=draft_of("llama"), num_speculative_tokens=3)
+    core = Stepping(runner.execute)
+    row = core.start(core.new(PROMPTS[1], sampling), core.new(PROMPTS[2])).sampled[0].row
+    core.go_on(8)
+    said = core.said[row]
+    logits = model_of("llama")(torch.tensor([PROMPTS[1] + said])).logits[0]
+    wanted = torch.log_softmax(logits[len(PROMPTS[1]) - 1 : -1], dim=-1)
+    for place, choice in enumerate(core.sampled[row]):
+        assert choice.logprob == pytest.approx(float(wanted[place, choice.token]), abs=1e-4)
+        assert [token for token, _ in choice.top] == wanted[place].topk(2).indices.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,6 +45,11 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transf
             self._append(key_states, value_states)
         return self.held()
 
+    def crop(self, max_length: int) -> None:
+        """Keep the first columns; the next update writes over the others."""
+        keys, values = self.held()
+        self.keys, self.values = keys[..., :max_length, :], values[..., :max_length, :]
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep, repeat or reorder rows."""
         keys, values = self.held()
@@ -106,6 +111,7 @@ class BatchedKVCache:
     def __init__(self, cache: Cache, device: torch.device) -> None:
         self.cache = cache
         self.rows: list[RowId] = []
+        self.device = device
         self._pads = torch.zeros(0, dtype=torch.int64, device=device)
 
     @property
@@ -119,7 +125,7 @@ class BatchedKVCache:
         width = max(old_width, new_width)
         for ours, theirs in zip(cached_layers(self.cache), cached_layers(cache), strict=True):
             ours.put(*_joined(ours, theirs, width))
-        new_pads = torch.tensor(pads, dtype=torch.int64, device=self._pads.device)
+        new_pads = torch.tensor(pads, dtype=torch.int64, device=self.device)
         self._pads = torch.cat((self._pads + width - old_width, new_pads + width - new_width))
         self.rows.extend(rows)
 
@@ -133,7 +139,10 @@ class BatchedKVCache:
         if not left:
             self._clear()
             return
-        index = torch.tensor(left, device=self._pads.device)
+        self._trim(torch.tensor(left, device=self.device))
+
+    def _trim(self, index: torch.Tensor) -> None:
+        """Keep the rows at `index`, and the columns that they use."""
         pads = self._pads[index]
         unused = int(pads.min())
         self._pads = pads - unused
@@ -141,14 +150,29 @@ class BatchedKVCache:
             kept = (tensor[..., unused:, :].index_select(0, index) for tensor in layer.held())
             layer.put(*kept)
 
-    def mask(self) -> torch.Tensor:
-        """Return int64[rows, width + 1]: the columns that each row's next token attends to."""
-        columns = torch.arange(self.width + 1, device=self._pads.device)
+    def cut(self, unused: torch.Tensor) -> None:
+        """Remove the last `unused[i]` columns, int64[rows], of each row, which were just read."""
+        width = self.width - int(unused.min())
+        shifts = unused - unused.min()
+        lagging = {shift: shifts == shift for shift in set(shifts.tolist()) - {0}}
+        for layer in cached_layers(self.cache):
+            layer.crop(width)
+            for tensor in layer.held():
+                for shift, rows in lagging.items():  # all rows end in the same column
+                    tensor[rows, :, shift:] = tensor[rows, :, :-shift]
+        self._pads = self._pads + shifts
+        if int(self._pads.min()) > _SPARE_TOKENS:
+            self._trim(torch.arange(len(self.rows), device=self.device))
+
+    def mask(self, new: int = 1) -> torch.Tensor:
+        """Return int64[rows, width + new]: the columns that each row's next tokens attend to."""
+        columns = torch.arange(self.width + new, device=self.device)
         return (columns >= self._pads[:, None]).to(torch.int64)
 
-    def positions(self) -> torch.Tensor:
-        """Return int64[rows, 1]: the position of the next token in its row."""
-        return self.width - self._pads[:, None]
+    def positions(self, new: int = 1) -> torch.Tensor:
+        """Return int64[rows, new]: the positions of the next tokens in their rows."""
+        columns = torch.arange(self.width, self.width + new, device=self.device)
+        return columns - self._pads[:, None]
 
     def _clear(self) -> None:
         self._pads = self._pads[:0]

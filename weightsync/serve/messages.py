@@ -65,7 +65,7 @@ class NewRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of all workers: reads the prompts of `new`, or gives each of `rows` its next token.
+    """One step of all workers: reads the prompts of `new`, or continues each of `rows`.
 
     First the rows of `drop` and the kept prompts of `evict` are removed. `rows` are all live rows,
     and `tokens` are their last tokens, one each. A step with `new` has no `rows`.
@@ -94,14 +94,18 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's result of a step, with weights of `version`.
 
-    `sampled` has the order of the step's rows; only rank 0 fills it. `refused` maps the first row
-    of a prompt that could not be read to the reason; the other prompts were read.
+    `sampled` has the tokens of each row in their order, several where a draft model proposes
+    tokens; only rank 0 fills it. `refused` maps the first row of a prompt that could not be read to
+    the reason; the other prompts were read. Of `proposed` tokens of the draft, `accepted` are among
+    those sampled.
     """
 
     number: int
     version: int
     sampled: list[SampledToken] = []
     refused: dict[RowId, str] = {}
+    proposed: int = 0
+    accepted: int = 0
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +225,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `versions` are the weight versions of its workers, one each. `stall_s` is how long the last
     update kept the replica from making a step, which the wait for its last step is part of.
     `adapters` are the versions that requests may name, the newest of each adapter last.
+    `draft_versions` are those of the workers' draft models, [] without; their proposals and those
+    that were accepted are counted in tokens.
     """
 
     running: int = 0
@@ -235,6 +241,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 0.0
     why_not: str = ""
     adapters: list[AdapterVersion] = []
+    draft_versions: list[int] = []
+    proposed_total: int = 0
+    accepted_total: int = 0
 
 
 class StatsReply(_Tagged, frozen=True, kw_only=True, tag="stats_reply"):
@@ -269,7 +278,8 @@ class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     """The weights of a worker, and the reason why they may not be used ("": they may).
 
     `weights_id` distinguishes weights of the same version. `released` ends a hold. `adapters` are
-    the versions of adapters that it holds, in the order of their commits.
+    the versions of adapters that it holds, in the order of their commits. `draft_version` is that
+    of its draft model, which was in use together with `version`; None without a draft.
     """
 
     version: int
@@ -278,6 +288,7 @@ class WorkerState(_Tagged, frozen=True, kw_only=True, tag="worker_state"):
     why_not: str = ""
     released: bool = False
     adapters: list[AdapterVersion] = []
+    draft_version: int | None = None
 
 
 class WorkerCall(_Tagged, frozen=True, kw_only=True, tag="call"):

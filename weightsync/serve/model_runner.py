@@ -7,7 +7,7 @@ from the row's own first token, and a row with a seed has its own random stream.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ _CACHED_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _NO_CACHE = "dummy"
 _CACHE_ARGUMENTS = ("past_key_values", "cache")  # before transformers 5.24, and since then
 _NEEDED_ARGUMENTS = {"input_ids", "attention_mask"}
+_NO_LIMIT = 1 << 30
 _OWN_ARGUMENTS = {*_NEEDED_ARGUMENTS, *_CACHE_ARGUMENTS, "position_ids", "inputs_embeds", "labels"}
 
 
@@ -47,7 +48,8 @@ class CausalModel:
             caches = []
         self._cache_argument = caches[0] if caches else ""
         self._layer_types = self._check_layers()
-        self._optional = {"logits_to_keep": 1} if "logits_to_keep" in self._arguments else {}
+        length = getattr(self._config, "max_position_embeddings", None)
+        self._last_position = length - 1 if isinstance(length, int) else _NO_LIMIT
 
     @property
     def device(self) -> torch.device:
@@ -84,17 +86,21 @@ class CausalModel:
         positions: torch.Tensor,
         cache: Cache,
         inputs: dict[str, torch.Tensor] | None = None,
+        keep: int = 1,
     ) -> torch.Tensor:
-        """Read new tokens; return the logits of the last one, float32[rows, vocabulary].
+        """Read new tokens; return the logits of the last ones, float32[rows, keep, vocabulary].
 
         `tokens` and `positions` are int64[rows, new tokens], `mask` is int64[rows, all tokens]. The
-        new keys and values are appended to `cache`.
+        new keys and values are appended to `cache`. Tokens beyond the length of the model, which
+        are proposed and not used, have its last position.
         Raises InputsRejectedError when `inputs` do not fit the model or the prompt.
         """
         fitted = {name: self._fit(tensor) for name, tensor in (inputs or {}).items()}
         if "position_ids" in self._arguments:
-            fitted["position_ids"] = positions
-        arguments = {**self._optional, **fitted, self._cache_argument: cache, "use_cache": True}
+            fitted["position_ids"] = positions.clamp(max=self._last_position)
+        arguments = {**fitted, self._cache_argument: cache, "use_cache": True}
+        if "logits_to_keep" in self._arguments:
+            arguments["logits_to_keep"] = keep
         try:
             output = self.model(input_ids=tokens, attention_mask=mask, **arguments)
         except (ValueError, TypeError, IndexError, RuntimeError) as exc:
@@ -103,7 +109,7 @@ class CausalModel:
             if inputs and not cache.get_seq_length():
                 raise InputsRejectedError(f"the model rejects its inputs: {exc}") from exc
             raise
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -keep:]
         return logits.float()
 
     def _fit(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -146,15 +152,25 @@ class ModelRunner:
     The rows of each version of an adapter are computed by themselves: one forward pass per version
     and step. `adapters` has them; without it no step may name any.
 
+    A `draft` model of the same vocabulary proposes `num_speculative_tokens` tokens for each row
+    without an adapter in each step; those that are accepted, and one more, are sampled.
+
     `model` is a transformers causal language model in eval mode, or a tensor-parallel rank's shard
     of one. Only the rank with `samples` true samples tokens: rank 0. Raises ConfigError for an
     architecture without an attention cache. Use it from one thread.
     """
 
     def __init__(
-        self, model: Any, *, samples: bool = True, adapters: Adapters | None = None
+        self,
+        model: Any,
+        *,
+        samples: bool = True,
+        adapters: Adapters | None = None,
+        draft: Any = None,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self._model = CausalModel(model)
+        self._draft = None if draft is None else Draft(draft, num_speculative_tokens)
         self._adapters = adapters
         self._batches: dict[str, BatchedKVCache] = {}
         self._kept: dict[int, CachedPrefix] = {}
@@ -169,38 +185,83 @@ class ModelRunner:
         self._drop(step)
         refused: dict[RowId, str] = {}
         chosen: list[SampledToken] = []
+        proposed = 0
         if step.new:
             chosen = self._prefill(step.new, refused)
         elif step.rows:
-            chosen = self._decode(step)
-        return StepResult(number=step.number, version=version, sampled=chosen, refused=refused)
+            chosen, proposed = self._decode(step)
+        return StepResult(
+            number=step.number,
+            version=version,
+            sampled=chosen,
+            refused=refused,
+            proposed=proposed,
+            accepted=len(chosen) - len(step.rows) if proposed else 0,
+        )
 
     def _drop(self, step: Step) -> None:
         for key, batch in list(self._batches.items()):
             batch.drop(step.drop)
             if not batch.rows:
                 del self._batches[key]
+        if self._draft:
+            self._draft.batch.drop(step.drop)
         if self._sampler:
             self._sampler.drop(step.drop)
         for prompt in step.evict:
             self._kept.pop(prompt, None)
 
-    def _decode(self, step: Step) -> list[SampledToken]:
+    def _decode(self, step: Step) -> tuple[list[SampledToken], int]:
+        """Return the next tokens of all rows, and how many a draft has proposed for them."""
         rows = [row for batch in self._batches.values() for row in batch.rows]
         assert sorted(step.rows) == sorted(rows), "a step names every live row once"
         token_of = dict(zip(step.rows, step.tokens, strict=True))
+        batches = dict(self._batches)
+        if self._draft is None or "" not in batches:
+            return self._continue(step.rows, token_of, batches), 0
+        base = batches.pop("")
+        chosen, proposed = self._speculate(base, token_of, self._draft)
+        adapted = [row for row in step.rows if row not in set(base.rows)]
+        return chosen + self._continue(adapted, token_of, batches), proposed
+
+    def _continue(
+        self,
+        wanted: list[RowId],
+        token_of: Mapping[RowId, int],
+        batches: Mapping[str, BatchedKVCache],
+    ) -> list[SampledToken]:
+        """Give each row of some batches its next token."""
+        if not wanted:
+            return []
+        rows = [row for batch in batches.values() for row in batch.rows]
         found = []
-        for key, batch in self._batches.items():
+        for key, batch in batches.items():
             tokens = self._tensor([[token_of[row]] for row in batch.rows])
             with self._using(key):
-                found.append(
-                    self._model.forward(tokens, batch.mask(), batch.positions(), batch.cache)
-                )
+                read = self._model.forward(tokens, batch.mask(), batch.positions(), batch.cache)
+            found.append(read[:, -1])
         logits = found[0] if len(found) == 1 else torch.cat(found)
-        if step.rows != rows:
+        if wanted != rows:
             place_of = {row: place for place, row in enumerate(rows)}
-            logits = logits[[place_of[row] for row in step.rows]]
-        return self._sample(step.rows, logits)
+            logits = logits[[place_of[row] for row in wanted]]
+        return self._sample(wanted, logits)
+
+    def _speculate(
+        self, batch: BatchedKVCache, token_of: Mapping[RowId, int], draft: Draft
+    ) -> tuple[list[SampledToken], int]:
+        """Give each row of a batch those of the draft's tokens that are accepted, and one more."""
+        assert self._sampler is not None, "shards have no draft"
+        last = self._tensor([[token_of[row]] for row in batch.rows])
+        proposed, drafts = draft.propose(last, self._sampler)
+        tokens = torch.cat((last, proposed), dim=1)
+        new = tokens.shape[1]
+        logits = self._model.forward(
+            tokens, batch.mask(new), batch.positions(new), batch.cache, keep=new
+        )
+        chosen, accepted = self._sampler.check(batch.rows, proposed, drafts, logits)
+        for each in (batch, draft.batch):
+            each.cut(proposed.shape[1] - accepted)
+        return chosen, proposed.numel()
 
     def _using(self, key: str) -> AbstractContextManager[object]:
         """Compute with the version of an adapter, "": with the base model alone."""
@@ -241,10 +302,13 @@ class ModelRunner:
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         given = self._tensor(tokens)[:, reused:], mask, positions[:, reused:], cache
         with self._using(prompts[0].adapter):
-            found = self._model.forward(*given, prompts[0].inputs)
+            found = self._model.forward(*given, prompts[0].inputs)[:, -1]
         logits.update(zip(places, found, strict=True))
         self._keep(prompts, cache)
         self._join(prompts, cache, pads)
+        if self._draft and not prompts[0].adapter:
+            # Images are left out: they would only make its proposals better.
+            self._draft.read(self._tensor(tokens), mask, positions, prompts, pads)
 
     def _fill(self, cache: Cache, new: NewRows) -> int:
         """Fill the cache from a kept prompt; return the number of tokens, without the last one."""
@@ -263,14 +327,10 @@ class ModelRunner:
                 self._kept[new.keep_as] = CachedPrefix.of(new.prompt, cache, row)
 
     def _join(self, prompts: list[NewRows], cache: Cache, pads: list[int]) -> None:
-        owners = [i for i, new in enumerate(prompts) for _ in new.rows]
-        if len(owners) > len(prompts):
-            cache.batch_select_indices(self._tensor(owners))
-        rows = [row for new in prompts for row in new.rows]
         key = prompts[0].adapter
         if key not in self._batches:
             self._batches[key] = BatchedKVCache(self._model.new_cache(), self._model.device)
-        self._batches[key].join(rows, cache, [pads[i] for i in owners])
+        _join(self._batches[key], prompts, cache, pads)
 
     def _sample_first(
         self, new: Sequence[NewRows], logits: dict[int, torch.Tensor]
@@ -287,6 +347,62 @@ class ModelRunner:
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, device=self._model.device)
+
+
+class Draft:
+    """A draft model, whose cache has the tokens of the runner's rows, in the same columns.
+
+    It proposes `count` tokens for each row in each step.
+    """
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._model = CausalModel(model)
+        self._count = count
+        self.batch = BatchedKVCache(self._model.new_cache(), self._model.device)
+
+    def read(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        prompts: list[NewRows],
+        pads: list[int],
+    ) -> None:
+        """Read prompts, whose rows join the batch. Kept prompts are read again."""
+        cache = self._model.new_cache()
+        self._model.forward(tokens, mask, positions, cache)
+        _join(self.batch, prompts, cache, pads)
+
+    def propose(
+        self, last: torch.Tensor, sampler: TokenSampler
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the last token of each row, int64[rows, 1], and the tokens that are proposed.
+
+        Return these, int64[rows, count], and the probabilities with which they were drawn,
+        float32[rows, count, vocabulary].
+        """
+        tokens, drafts = [last], []
+        for _ in range(self._count):
+            drawn, drafted = sampler.propose(self.batch.rows, self._next(tokens[-1]))
+            tokens.append(drawn[:, None])
+            drafts.append(drafted)
+        self._next(tokens[-1])  # for the cache: it may be accepted
+        return torch.cat(tokens[1:], dim=1), torch.stack(drafts, dim=1)
+
+    def _next(self, tokens: torch.Tensor) -> torch.Tensor:
+        batch = self.batch
+        return self._model.forward(tokens, batch.mask(), batch.positions(), batch.cache)[:, -1]
+
+
+def _join(
+    batch: BatchedKVCache, prompts: Sequence[NewRows], cache: Cache, pads: Sequence[int]
+) -> None:
+    """Add the rows of prompts, whose caches are the rows of `cache`, to a batch."""
+    owners = [i for i, new in enumerate(prompts) for _ in new.rows]
+    if len(owners) > len(prompts):
+        cache.batch_select_indices(torch.tensor(owners, device=batch.device))
+    rows = [row for new in prompts for row in new.rows]
+    batch.join(rows, cache, [pads[i] for i in owners])
 
 
 def _groups(prompts: Sequence[NewRows]) -> list[list[int]]:

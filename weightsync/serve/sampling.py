@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import xxhash
+from torch.nn import functional
 
 from weightsync.serve.messages import NO_LOGPROBS, RowId, SampledToken, SamplingParams
 
@@ -85,21 +86,72 @@ class TokenSampler:
 
     def sample(self, rows: list[RowId], logits: torch.Tensor) -> list[SampledToken]:
         """Choose a token for each row of `logits`, float32[rows, vocabulary]."""
+        plan = self._planned(rows)
+        tokens = logits.argmax(dim=-1) if plan.is_greedy else self._race(plan, logits)
+        return _told(plan, tokens, logits)
+
+    def propose(self, rows: list[RowId], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose a token for each row of a draft model's `logits`, float32[rows, vocabulary].
+
+        Return the tokens, int64[rows], and the probabilities with which each token was drawn,
+        float32[rows, vocabulary].
+        """
+        plan = self._planned(rows)
+        probabilities = _probabilities(plan, logits)
+        return self._draw(plan, probabilities), probabilities
+
+    def check(
+        self,
+        rows: list[RowId],
+        proposed: torch.Tensor,
+        drafts: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> tuple[list[SampledToken], torch.Tensor]:
+        """Keep the first proposed tokens of each row, and choose one more.
+
+        `proposed` is int64[rows, n], `drafts` float32[rows, n, vocabulary] the probabilities with
+        which they were drawn, `logits` float32[rows, n + 1, vocabulary] those of the model. Return
+        the tokens, and how many proposed ones were accepted of each row, int64[rows].
+
+        Each token has the distribution of the model: speculative sampling, as in Leviathan et al.,
+        "Fast Inference from Transformers via Speculative Decoding", 2023.
+        """
+        plan = self._planned(rows)
+        size = proposed.shape[1]
+        wanted = torch.stack([_probabilities(plan, each) for each in logits.unbind(1)], dim=1)
+        ours, theirs = (p.gather(2, proposed[..., None])[..., 0] for p in (wanted[:, :-1], drafts))
+        taken = self._uniform(plan, size) * theirs < ours  # False for a draft of NaN, too
+        accepted = taken.cumprod(dim=1).sum(dim=1)
+        places = torch.arange(len(rows), device=self._device), accepted
+        last = wanted[places]
+        rest = last - functional.pad(drafts, (0, 0, 0, 1))[places]  # nothing if all are accepted
+        rest = rest.clamp(min=0.0)
+        rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, last)  # or rounded away
+        tokens = functional.pad(proposed, (0, 1))
+        tokens[places] = self._draw(plan, rest)
+        chosen = [_told(plan, tokens[:, at], logits[:, at]) for at in range(size + 1)]
+        counts = enumerate(accepted.tolist())
+        return [chosen[at][row] for row, count in counts for at in range(count + 1)], accepted
+
+    def _planned(self, rows: list[RowId]) -> _Plan:
         if rows != self._plan.rows:
             self._plan = self._plan_of(rows)
-        plan = self._plan
-        tokens = logits.argmax(dim=-1) if plan.is_greedy else self._race(plan, logits)
-        if plan.logprob_rows:
-            return _with_logprobs(plan, tokens, logits)
-        return [
-            SampledToken(row=row, token=token)
-            for row, token in zip(rows, tokens.tolist(), strict=True)
-        ]
+        return self._plan
+
+    def _draw(self, plan: _Plan, probabilities: torch.Tensor) -> torch.Tensor:
+        if plan.is_greedy:
+            return probabilities.argmax(dim=-1)
+        return (probabilities.log() - self._log_times(plan, probabilities)).argmax(dim=-1)
+
+    def _uniform(self, plan: _Plan, count: int) -> torch.Tensor:
+        """Return float32[rows, count] in [0, 1), each row's from its own stream."""
+        numbers = torch.rand(len(plan.rows), count, generator=self._free, device=self._device)
+        for row, random in plan.seeded:
+            numbers[row] = torch.rand(count, generator=random).to(self._device)
+        return numbers
 
     def _race(self, plan: _Plan, logits: torch.Tensor) -> torch.Tensor:
-        scores = logits / plan.temperatures
-        if plan.nucleus_rows:
-            scores[plan.nucleus_rows] = _nucleus(scores[plan.nucleus_rows], plan.top_p)
+        scores = _scores(plan, logits)
         scores -= self._log_times(plan, scores)
         return scores.argmax(dim=-1)
 
@@ -153,6 +205,24 @@ def _log_exponential(bits: torch.Tensor) -> torch.Tensor:
     return uniform.log_().neg_().log_()
 
 
+def _scores(plan: _Plan, logits: torch.Tensor) -> torch.Tensor:
+    scores = logits / plan.temperatures
+    if plan.nucleus_rows:
+        scores[plan.nucleus_rows] = _nucleus(scores[plan.nucleus_rows], plan.top_p)
+    return scores
+
+
+def _probabilities(plan: _Plan, logits: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities with which tokens are drawn; 1 for the likeliest of greedy rows."""
+    if plan.is_greedy:
+        return functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+    found = _scores(plan, logits).softmax(dim=-1)
+    if plan.greedy_rows:
+        best = logits[plan.greedy_rows].argmax(dim=-1)
+        found[plan.greedy_rows] = functional.one_hot(best, logits.shape[-1]).float()
+    return found
+
+
 def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Mask all but the fewest likeliest tokens, at least one, that together reach top_p."""
     mass = scores.logsumexp(dim=-1, keepdim=True)
@@ -165,6 +235,13 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     kept = ordered.masked_fill(reached - probabilities >= top_p, float("-inf"))
     kept[:, :1] = ordered[:, :1]  # a very small top_p is 0 in float32
     return torch.full_like(scores, float("-inf")).scatter_(1, places, kept)
+
+
+def _told(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[SampledToken]:
+    if plan.logprob_rows:
+        return _with_logprobs(plan, tokens, logits)
+    pairs = zip(plan.rows, tokens.tolist(), strict=True)
+    return [SampledToken(row=row, token=token) for row, token in pairs]
 
 
 def _with_logprobs(plan: _Plan, tokens: torch.Tensor, logits: torch.Tensor) -> list[SampledToken]:
