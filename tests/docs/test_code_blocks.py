@@ -41,7 +41,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/quickstart.md", "console"): (6, "tests/docs/test_quickstart.py"),
     ("docs/quickstart.md", "python"): (2, "tests/docs/test_quickstart.py"),
     ("docs/seeing.md", "python"): (7, "tests/observe/test_docs_seeing.py"),
-    ("docs/serving.md", "python"): (3, "tests/serve/test_serve.py"),
+    ("docs/serving.md", "python"): (4, "tests/serve/test_serve.py"),
     ("docs/sglang.md", "python"): (2, "tests/integrations/test_docs_sglang.py"),
     ("docs/sources.md", "python"): (11, "tests/weights/test_docs_sources.py"),
     ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_codec.py"),

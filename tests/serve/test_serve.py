@@ -204,10 +204,17 @@ def test_what_the_documentation_shows_works(
     named = set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)[^`]*`", table))
     paths = requests.get(f"{url}/openapi.json", timeout=10).json()["paths"]
     assert {"/generate", "/v1/chat/completions", "/status.json", "/resume"} <= named
-    named -= {"/adapters/NAME/", "/adapters/NAME/unload"}
+    named -= {"/adapters/NAME/", "/adapters/NAME/unload", "/draft/"}
     assert requests.post(f"{url}/adapters/NAME/unload", timeout=10).status_code == 401
     for path in named - set(paths):
         assert requests.get(f"{url}{path}", timeout=10).status_code == 200, path
+
+
+def test_a_server_without_a_draft_says_so(running: tuple[str, str]) -> None:
+    url, token = running
+    policy = make_tiny_model().model
+    with pytest.raises(ws.ConfigError, match="no draft model; start it with --draft-model"):
+        ws.connect_set({"": policy, "draft": policy}, to=url, token=token)
 
 
 def serving_page() -> tuple[str, list[str]]:
@@ -217,7 +224,7 @@ def serving_page() -> tuple[str, list[str]]:
 
 
 def test_the_tools_of_the_page_do_what_it_says(tmp_path: Path) -> None:
-    _, (_, program, view) = serving_page()
+    _, (*_, program, view) = serving_page()
     exec(view, {})  # our own page
     file = tmp_path / "servers.py"
     file.write_text(program, encoding="utf-8")

@@ -86,6 +86,15 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
     adapter_versions: Annotated[
         int, typer.Option(min=1, help="newest versions of each adapter that stay")
     ] = 2,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="a smaller model of the same vocabulary: speculative decoding", show_default=False
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=1, help="tokens that the draft model proposes in each step")
+    ] = 3,
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="of each worker; else OMP_NUM_THREADS, else a share of cores"),
@@ -128,6 +137,8 @@ def serve(  # noqa: PLR0913, PLR0917 # each is an option of the command line
         tensor_ipc=chosen_tensor_ipc(tensor_ipc),
         max_rows=max_rows,
         adapter_versions=adapter_versions,
+        draft_model=draft_model,
+        num_speculative_tokens=num_speculative_tokens,
         threads=threads,
         log_level=log_level,
         access_log=access_log,

@@ -19,7 +19,7 @@ from weightsync.serve.engine_client import EngineClient, EngineCoreClient, engin
 from weightsync.serve.generate_route import generation_router
 from weightsync.serve.messages import ModelCard
 from weightsync.serve.model_files import load_tokenizer
-from weightsync.serve.options import Addresses, CoreAddress, Ready, ServeOptions
+from weightsync.serve.options import DRAFT_PATH, Addresses, CoreAddress, Ready, ServeOptions
 from weightsync.serve.status_page import status_router
 from weightsync.serve.text import TokenizerService
 from weightsync.serve.worker_client import RemoteWorker, WorkerClient
@@ -50,6 +50,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int
     apply: str
     tensor_ipc: str
+    draft_model: str | None = None
     features: tuple[str, ...] = FEATURES
     torch: str = metadata.version("torch")
     python: str = platform.python_version()
@@ -70,10 +71,12 @@ def make_app(
     tensor_parallel: int = 1,
     lifespan: Lifespan | None = None,
     adapter: Callable[[str], Sequence[RemoteReceiver]] | None = None,
+    draft: Sequence[RemoteReceiver] = (),
 ) -> FastAPI:
     """Return the app of a served model: weights, generation and status.
 
     `adapter` returns an adapter's receivers in the workers, by its name; None: it takes none.
+    `draft` are the receivers of the workers' draft models, whose weight routes are below `/draft`.
 
     `receivers` are the receivers of its workers, ordered by replica and rank. With several, each
     also has its own weight routes below `/workers/N`, for senders. Every POST that changes
@@ -86,13 +89,14 @@ def make_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    paths = {worker_path(index): receiver for index, receiver in enumerate(receivers)}
-    workers = Workers(paths, tensor_parallel=tensor_parallel)
+    workers = _by_path(receivers, tensor_parallel)
     app.include_router(workers_router(workers, token=token, more_metrics=engine_metrics(engine)))
     app.include_router(generation_router(engine, texts))
     app.include_router(status_router(engine, receivers))
     if adapter is not None:
         app.mount(f"/{PATHS}{{name}}", _adapters(adapter, tensor_parallel, token))
+    if draft:
+        app.mount(f"/{DRAFT_PATH}", workers_router(_by_path(draft, tensor_parallel), token=token))
     if token is not None:
         app.add_middleware(TokenAuth, token=token)
     else:
@@ -100,13 +104,16 @@ def make_app(
     return app
 
 
+def _by_path(receivers: Sequence[Receiver], tensor_parallel: int) -> Workers:
+    paths = {worker_path(index): receiver for index, receiver in enumerate(receivers)}
+    return Workers(paths, tensor_parallel=tensor_parallel)
+
+
 def _adapters(
     adapter: Callable[[str], Sequence[RemoteReceiver]], tensor_parallel: int, token: str | None
 ) -> NamedReceivers:
     def make(name: str) -> Workers:
-        found = enumerate(adapter(check_name(name)))
-        paths = {worker_path(index): receiver for index, receiver in found}
-        return Workers(paths, tensor_parallel=tensor_parallel)
+        return _by_path(adapter(check_name(name)), tensor_parallel)
 
     def unload(name: str) -> None:
         for receiver in adapter(check_name(name)):
@@ -150,6 +157,7 @@ def main(
         tensor_parallel=options.tensor_parallel,
         lifespan=lifespan,
         adapter=lambda name: of_workers(adapter_path(name)),
+        draft=of_workers(DRAFT_PATH),
     )
     config = uvicorn.Config(
         app,
@@ -173,6 +181,7 @@ def main(
         tensor_parallel=options.tensor_parallel,
         apply=options.apply,
         tensor_ipc=options.tensor_ipc,
+        draft_model=options.draft_model,
     )
     body = msgspec.json.encode(info)
 

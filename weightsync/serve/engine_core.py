@@ -187,6 +187,12 @@ class ReplicaReadiness:
         return [state.version for state in self._states.values()]
 
     @property
+    def draft_versions(self) -> list[int]:
+        """The versions of the workers' draft models."""
+        found = (state.draft_version for state in self._states.values())
+        return [version for version in found if version is not None]
+
+    @property
     def may_step(self) -> bool:
         """Whether a step may begin now."""
         whole = not self._holds and len(self._weights) == 1
@@ -288,6 +294,7 @@ class EngineCore:
         self._pauses = PauseController()
         self._rate = _Rate()
         self._tokens_total = self._steps_total = self._requests_total = 0
+        self._proposed_total = self._accepted_total = 0
         self._stopping = False
         self._deferred: list[Callable[[], None]] | None = None
         self._poller = zmq.Poller()
@@ -325,6 +332,8 @@ class EngineCore:
             answer()
         self._steps_total += 1
         self._tokens_total += len(result.sampled)
+        self._proposed_total += result.proposed
+        self._accepted_total += result.accepted
         self._rate.count(len(result.sampled))
         self._post(self._scheduler.done(result))
 
@@ -464,6 +473,9 @@ class EngineCore:
             stall_s=self._readiness.last_stall_s,
             why_not=str(refusal) if isinstance(refusal, NotReadyError) else "",
             adapters=self._adapters.served,
+            draft_versions=self._readiness.draft_versions,
+            proposed_total=self._proposed_total,
+            accepted_total=self._accepted_total,
         )
 
 

@@ -24,6 +24,8 @@ from weightsync.serve.scheduling import MAX_ROWS
 
 MAX_API_SERVERS = 64
 MAX_WORKERS = 256
+DRAFT_PATH = "draft"
+"""The path of the draft model's receivers below a server's URL."""
 
 Ready = Callable[[bytes], None]
 TensorIpc = Literal["direct_rpc", "torch_shm"]
@@ -43,7 +45,8 @@ class ServeOptions:
     line for each update, and with `access_log` every request to stdout. `ssl_certfile` (PEM, with
     its chain) turns on HTTPS; its key, without passphrase, is in the same file or in `ssl_keyfile`.
     The workers fetch their weights from the first of `weights_from`, URLs of servers, that can send
-    them. `adapter_versions` of each adapter stay for requests to come.
+    them. `adapter_versions` of each adapter stay for requests to come. A `draft_model` is loaded
+    beside the model in each worker, and proposes `num_speculative_tokens` a step; shards have none.
     """
 
     model: str
@@ -63,6 +66,8 @@ class ServeOptions:
     ssl_keyfile: str | None = None
     weights_from: tuple[str, ...] = ()
     adapter_versions: int = 2
+    draft_model: str | None = None
+    num_speculative_tokens: int = 3
 
     def __post_init__(self) -> None:
         workers = self.data_parallel * self.tensor_parallel
@@ -73,11 +78,17 @@ class ServeOptions:
             "data_parallel x tensor_parallel": (workers, MAX_WORKERS),
             "max_rows": (self.max_rows, 1 << 16),
             "adapter_versions": (self.adapter_versions, 1 << 20),
+            "num_speculative_tokens": (self.num_speculative_tokens, 64),
             "threads": (1 if self.threads is None else self.threads, 1024),
         }
         for name, (count, most) in counts.items():
             if not 1 <= count <= most:
                 raise ConfigError(f"{name} must be 1 to {most}, not {count}")
+        if self.draft_model is not None and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"--draft-model with --tensor-parallel {self.tensor_parallel} is not supported: "
+                "use whole models (--data-parallel), or leave the draft out"
+            )
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):

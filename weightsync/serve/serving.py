@@ -39,6 +39,8 @@ def serving(options: ServeOptions, listener: socket.socket) -> Iterator[Supervis
     divide among the workers; later the error of a process that failed, with its name in front.
     """
     check_model(options.model, options.tensor_parallel)
+    if options.draft_model is not None:
+        check_model(options.draft_model, 1)
     log_from(options)
     began = time.monotonic()
     workers = options.data_parallel * options.tensor_parallel

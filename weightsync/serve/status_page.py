@@ -426,6 +426,11 @@ def rate(bytes_per_s: float) -> str:
     return f"{number(bytes_per_s / 1e6)} MB/s"
 
 
+def share(part: int, whole: int) -> str:
+    """Return a part of a whole in percent, "" of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else ""
+
+
 def clock(at: float, now: float) -> str:
     """Return the UTC time of day, with its date if it is a day ago or more."""
     form = "%H:%M:%S UTC" if now - at < 86400 else "%Y-%m-%d %H:%M UTC"
@@ -481,6 +486,7 @@ _TEMPLATES.globals.update(
     rate=rate,
     round_up=round_up,
     seconds=seconds,
+    share=share,
     shown_updates=SHOWN_UPDATES,
     span=span,
     versions=versions,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -26,6 +27,7 @@ from weightsync import WeightReceiver, fetch
 from weightsync.cuda import devices
 from weightsync.errors import (
     ConfigError,
+    NotReadyError,
     PeerLostError,
     TransferCancelled,
     TransferError,
@@ -55,7 +57,7 @@ from weightsync.serve.messages import (
 )
 from weightsync.serve.model import LoadedModel, load_for_worker, worker_device
 from weightsync.serve.model_runner import ModelRunner
-from weightsync.serve.options import Addresses, Ready, ServeOptions
+from weightsync.serve.options import DRAFT_PATH, Addresses, Ready, ServeOptions
 from weightsync.serve.worker_group import step_codec, step_queue, worker_identity
 from weightsync.wire.messages import UNLOAD_CALL, UpdateRecord
 from weightsync.wire.problem import decode_error, encode_error
@@ -352,6 +354,7 @@ class Worker:
         core_address: str,
         control_address: str,
         name: str = "",
+        draft: LoadedModel | None = None,
     ) -> None:
         self._is_first = rank == 0
         self._name = name
@@ -374,7 +377,17 @@ class Worker:
             taken=(self.card.name, options.model),
             shards=options.tensor_parallel,
         )
-        self._runner = ModelRunner(loaded.model, samples=rank == 0, adapters=self._adapters)
+        self._draft = None
+        self._in_use = 0, 0
+        if draft is not None:
+            self._draft = WeightReceiver(draft.model, apply=options.apply, beside=self.receiver)
+        self._runner = ModelRunner(
+            loaded.model,
+            samples=rank == 0,
+            adapters=self._adapters,
+            draft=None if draft is None else draft.model,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
         self._results = step_queue(1)
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(steps, rank, codec=step_codec())
@@ -408,15 +421,24 @@ class Worker:
         """Close the link, the receiver and the queues."""
         self._link.close()  # first, to end an update that waits for the core
         self.receiver.close()
+        if self._draft is not None:
+            self._draft.close()
         self._adapters.close()
         self._steps.close()
         self._results.close()
 
     def _handle(self, call: str, body: bytes) -> bytes:
-        """Handle a call to the model's receiver, or to that of an adapter: `adapters/NAME/call`."""
+        """Handle a call to the model's receiver, to that of an adapter or of the draft model.
+
+        Their calls are `adapters/NAME/call` and `draft/call`.
+        """
         path, _, call = call.rpartition("/")
         if not path:
             return self._handle_one(self.receiver, "", call, body)
+        if path == DRAFT_PATH:
+            if self._draft is None:
+                raise ConfigError("this server has no draft model; start it with --draft-model")
+            return self._handle_one(self._draft, "draft: ", call, body)
         name = adapter_of(path)
         if call == UNLOAD_CALL:
             self._adapters.unload(name)
@@ -448,13 +470,26 @@ class Worker:
 
     def _state(self) -> WorkerState:
         status = self.receiver.status()
-        return WorkerState(
+        state = WorkerState(
             version=status.version,
             weights_id=status.weights_id or "",
             state=status.state,
             why_not="" if status.may_generate else status.detail or status.state,
             adapters=self._adapters.held(),
         )
+        return state if self._draft is None else self._with_draft(state, self._draft)
+
+    def _with_draft(self, state: WorkerState, draft: WeightReceiver) -> WorkerState:
+        # A commit of both changes one version after the other, and sends a state at its end.
+        with suppress(NotReadyError), self.receiver.reading(timeout_s=0.0):
+            self._in_use = self.receiver.version, draft.version
+        version, draft_version = self._in_use
+        found = msgspec.structs.replace(state, version=version, draft_version=draft_version)
+        status = draft.status()
+        if found.why_not or status.may_generate:
+            return found
+        why_not = f"draft model: {status.detail or status.state}"
+        return msgspec.structs.replace(found, state=status.state, why_not=why_not)
 
 
 class WorkerAdapters:
@@ -505,13 +540,17 @@ def main(
         devices.use(device)
     store = f"{addresses.folder}/replica-{replica}"
     with _process_group(rank, size, store, "nccl" if device.type == "cuda" else "gloo"):
-        loaded = load_for_worker(
-            options.model,
+        load = partial(
+            load_for_worker,
             dtype=getattr(torch, options.dtype),
             shards=size,
             folder=Path(addresses.folder) / f"model-{replica}",
             device=device,
         )
+        loaded, draft = load(options.model), None
+        if options.draft_model is not None:
+            draft = load(options.draft_model)
+            _check_vocabulary(draft.card(options.draft_model), loaded.card(options.model))
         worker = Worker(
             loaded,
             options,
@@ -519,6 +558,7 @@ def main(
             core_address=addresses.core_workers[replica],
             control_address=addresses.workers[replica * size + rank],
             name=f"replica {replica}: " if options.data_parallel > 1 else "",
+            draft=draft,
         )
 
         try:  # SIGTERM ends the process until it is ready
@@ -540,6 +580,14 @@ def main(
             raise SystemExit(1) from None
         finally:
             worker.close()
+
+
+def _check_vocabulary(draft: ModelCard, model: ModelCard) -> None:
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{draft.directory} has a vocabulary of {draft.vocab_size} tokens, and "
+            f"{model.directory} one of {model.vocab_size}; give a --draft-model with the same one"
+        )
 
 
 @contextmanager
