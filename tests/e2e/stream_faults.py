@@ -207,6 +207,20 @@ def join_with_no_group(rank: int, kind: str) -> tuple[Digests, Digests]:
         return work.join_copies(rank, kind)
 
 
+def join_interrupted(rank: int, at: int, wait: int) -> Seen:
+    """Join the ranks' copies; Ctrl-C comes before broadcast number `wait` of rank `at`."""
+    calls = iter(range(1_000))
+    genuine = comm.RankComm.spread
+
+    def spread(self: comm.RankComm, flat: torch.Tensor, owner: int) -> None:
+        if rank == at and next(calls) == wait:
+            raise KeyboardInterrupt
+        genuine(self, flat, owner)
+
+    with mock.patch.object(comm.RankComm, "spread", spread):
+        return seen(lambda: work.join_copies(rank, "fsdp"))
+
+
 class Rows(nn.Module):
     """A weight whose rows are sharded, and a norm."""
 

@@ -40,6 +40,17 @@ def test_an_interrupt_of_a_transfer_comes_out_as_one(
     check_sent(ranks.run(work.step_and_send), to, 2)
 
 
+@pytest.mark.parametrize(("ranks", "at", "wait"), [(2, 0, 3), (4, 3, 0)], indirect=["ranks"])
+def test_an_interrupt_between_broadcasts_in_a_row(ranks: Crew, at: int, wait: int) -> None:
+    """The others wait for the next of them, and raise by the name of the rank that left."""
+    outcomes = ranks.run(faults.join_interrupted, at, wait)
+    size = len(outcomes)
+    assert outcomes.pop(at).kind == "KeyboardInterrupt"
+    check_alike(outcomes, "TransferError", f"rank {at} of {size} left a call in the middle")
+    for full, joined in ranks.run(work.join_copies, "fsdp"):
+        assert joined == full
+
+
 def check_interrupted(
     ranks: Crew, to: list[Remote], options: dict[str, Any], at: int, *where: Any
 ) -> bool:
@@ -71,14 +82,26 @@ CASES = [
     for nbytes in ((comm._INLINE_NBYTES, 200) if where == "ranks/comm.py" else (200,))
 ]
 """Where the interrupts come, and how long a payload of the ranks may be to travel at once."""
+POSTING = [
+    ("_begin_gather", "registered", 0, comm._INLINE_NBYTES, 1),
+    ("_say", "registered", 0, 200, 1),
+    ("_begin", "registered", 1, comm._INLINE_NBYTES, 1),
+]
+"""The functions that post collectives, at all of their points."""
 
 
-@pytest.mark.parametrize("step", [41, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize(("where", "way", "at", "nbytes"), CASES)
+@pytest.mark.parametrize(
+    ("where", "way", "at", "nbytes", "step"),
+    [
+        *POSTING,
+        *((*case, 41) for case in CASES),
+        *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in CASES),
+    ],
+)
 def test_the_call_after_an_interrupt(
     ranks: Crew, host: Host, where: str, way: str, at: int, nbytes: int, step: int
 ) -> None:
-    """Of one rank, at any point of these files; some of the points in each run, all in a soak."""
+    """Of one rank, at any point of these files; every 41st in each run, all of them in a soak."""
     to = receivers(host, 1)
     options = GATHERED if way == "gathered" else {}
     start(ranks, to, "fsdp", **options)
