@@ -307,3 +307,19 @@ def test_bytes_beyond_a_box_do_not_count() -> None:
         content.view(np.uint8)[stream.nbytes - 1] = 1
         assert lines.write(first, content) != 0
         assert not lines.read(first).view(np.uint8)[stream.nbytes :].any()
+
+
+@pytest.mark.parametrize(("width", "word"), [(128, 16), (100, 24)])
+def test_shards_that_do_not_hold_what_arrived_are_refused(width: int, word: int) -> None:
+    """Here two of them lie in the same memory; one byte of a line differs, or of a part of one."""
+    layout = StreamLayout(ws.Manifest((ws.TensorSpec("t", "uint8", (2 * width,)),)))
+    flat = torch.zeros(width, dtype=torch.uint8)
+    boxes = [Slice((2 * width,), ((span,),)) for span in ((0, width), (width, 2 * width))]
+    shares = [Share(0, box.blocks(1), box) for box in boxes]
+    lines = ShardLines(layout, Memory([flat, flat], shares=shares))
+    indices = np.arange(count_lines(layout), dtype=np.uint32)
+    content = np.full(len(indices) * 8, 0x0101_0101_0101_0101, np.uint64)
+    lines.write(indices, content)
+    content[word] += 1
+    with pytest.raises(ws.VerificationError, match="does not hold the lines"):
+        lines.write(indices, content)

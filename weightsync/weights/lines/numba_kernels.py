@@ -559,6 +559,7 @@ def scatter(blocks: Any, indices: Any, lines: Any, writes: bool) -> bool:
     whether all bytes were equal, True where they were written.
     """
     content = lines.view(np.uint8)
+    sent_at = U(lines.ctypes.data)
     differs = np.uint8(0)
     for b in range(len(blocks)):
         source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
@@ -570,13 +571,20 @@ def scatter(blocks: Any, indices: Any, lines: Any, writes: bool) -> bool:
                 first = source + row * apart
                 start, stop = max(first, begin), min(first + width, begin + LINE)
                 place = target + row * target_apart + start - first
+                row += U(1)
+                if stop - start == LINE:
+                    line = sent_at + U(i) * LINE
+                    if writes:
+                        _copy_line(place, line)
+                    elif _differing_bytes(place, line):
+                        differs = np.uint8(1)
+                    continue
                 for j in range(stop - start):
                     sent = content[U(i) * LINE + start - begin + U(j)]
                     if writes:
                         _put(place + U(j), sent)
                     else:
                         differs |= sent ^ _byte(place + U(j))
-                row += U(1)
     return bool(differs == 0)
 
 
@@ -587,6 +595,7 @@ def collect(blocks: Any, indices: Any, lines: Any) -> None:
     `blocks` and `lines` as there. Bytes that no block holds stay as they are.
     """
     content = lines.view(np.uint8)
+    out = U(lines.ctypes.data)
     for b in range(len(blocks)):
         source, target, width = blocks[b, 0], blocks[b, 1], blocks[b, 2]
         height, apart, target_apart = blocks[b, 3], blocks[b, 4], blocks[b, 5]
@@ -597,9 +606,12 @@ def collect(blocks: Any, indices: Any, lines: Any) -> None:
                 first = source + row * apart
                 start, stop = max(first, begin), min(first + width, begin + LINE)
                 place = target + row * target_apart + start - first
+                row += U(1)
+                if stop - start == LINE:
+                    _copy_line(out + U(i) * LINE, place)
+                    continue
                 for j in range(stop - start):
                     content[U(i) * LINE + start - begin + U(j)] = _byte(place + U(j))
-                row += U(1)
 
 
 @_compiled
