@@ -246,7 +246,6 @@ def test_a_model_takes_the_lines_of_all_ranks(seed: int, flat: bool) -> None:
             elements = sorted({at // width for at in changed})
             given = patches[spec.name].indices.tolist() if spec.name in patches else []
             assert given == elements
-        assert sum(part.nbytes for part in written.parts) >= 68 * written.parts[0]._lines
 
 
 @pytest.mark.parametrize("seed", range(60))
