@@ -322,6 +322,60 @@ def test_a_finish_waits_for_that_of_the_other_part() -> None:
     server.close()
 
 
+def losing_finishes(sender: ws.WeightSender, count: int) -> list[str | None]:
+    """Lose this many finishes of a sender; return the list to which their updates are added."""
+    assert sender._coordinator is not None
+    transport = sender._coordinator.fleet.members[0].transport
+    call, lost = transport.call, list[str | None]()
+
+    def called(request: Request, **options: Any) -> Any:
+        if isinstance(request, FinishRequest) and len(lost) < count:
+            lost.append(request.update_id)
+            raise ws.ConnectError("this finish is lost")
+        return call(request, **options)
+
+    transport.call = called  # type: ignore[method-assign]  # of these tests
+    return lost
+
+
+def test_a_finish_that_is_lost_several_times_fails_one_attempt_of_the_set() -> None:
+    server = Server(lease_s=1.0)
+    with serving(server.app) as url, ws.connect_set(server.modules, to=url) as sender:
+        server.fill(1)
+        sender.send_weights()
+        server.fill(2)
+        lost = losing_finishes(sender.senders[1], 3)
+        reports = sender.send_weights()
+        assert len(lost) == 3
+        assert len({report.update_id for report in reports} | set(lost)) == 2
+        assert server.state == [(reports[0].version, 2.0)] * 2
+    server.close()
+
+
+def test_a_finish_that_was_lost_and_comes_later_commits_no_part_alone() -> None:
+    """The other part was given up meanwhile, and so long ago that its receiver forgot it."""
+    server = Server(lease_s=1.0)
+    with serving(server.app) as url, ws.connect_set(server.modules, to=url) as sender:
+        server.fill(1)
+        sender.send_weights()
+        server.fill(2)
+        policy, draft = sender.senders
+        lost = losing_finishes(draft, 4)  # the last one before another attempt
+        with pytest.raises(ws.WeightSyncError):
+            sender.send_weights()
+        assert server.state == [(1, 1.0), (1, 1.0)]
+        policy.send_weights()  # it aborts the update of the set
+        for i in range(300):
+            server.policy.dispatch(AbortRequest(update_id=f"other{i}"))
+        server.fill(3)
+        draft.send_weights()  # first comes the finish that was lost
+        for receiver in (server.policy, server.draft):
+            assert not {each.update_id for each in receiver.recent_updates}.intersection(lost)
+        sender.send_weights()
+        assert [value for _, value in server.state] == [3.0, 3.0]
+    server.close()
+
+
 def send_until_killed(url: str, call: type[Request], count: int, pipe: Connection) -> None:
     """Send a set, and another one; die before a request of this type of that one."""
     modules = {"": part(POLICY, 1), "draft": part(DRAFT, 1)}

@@ -271,7 +271,7 @@ class Coordinator:
         `checks_memory`, before anything was sent.
         """
         without: dict[Member, WeightSyncError] = {}
-        tries, dirty = 1, False
+        tries, dirty, of_set = 1, False, self.fleet.set_update
         while True:
             following, back = self._next(version, rewind=rewind)
             terms = StartTerms(
@@ -297,13 +297,13 @@ class Coordinator:
                 )
                 if whole_helps:
                     self.deltas.failed(exc)
-                if self.fleet.set_update is not None:  # all of the set is sent again, or nothing
-                    self._whole_next = whole_helps
-                    self.fleet.set_update.failed(exc, again=whole_helps)
-                    raise
                 lost = update.failed and all(
                     isinstance(error, SourceLostError) for error in update.failed.values()
                 )
+                if of_set is not None:  # all of the set is sent again, or nothing
+                    self._whole_next = whole_helps
+                    of_set.failed(exc, again=bool(reconnected or whole_helps or lost))
+                    raise
                 if (reconnected or ahead or whole_helps or lost) and tries < _TRIES:
                     tries += 1
                     continue

@@ -44,7 +44,7 @@ class SetUpdate:
     """One attempt to update all parts of a set, each by a thread of its own on the sender.
 
     No part sends its finish before all parts are PREPARED. `error` is the first of a part before;
-    `again`, whether that part would send something else in another attempt.
+    `again`, whether a part knows why another attempt may go well.
     """
 
     def __init__(self, parts: int) -> None:
@@ -100,11 +100,12 @@ class SetUpdate:
     def failed(self, error: BaseException, *, again: bool = False) -> None:
         """Note that a part has failed; the others do not commit, if none has begun to.
 
-        `again`: the part would send something else in another attempt.
+        `again`: another attempt may go well.
         """
         with self._changed:
             if not self._all_ready and self.error is None:
-                self.error, self.again = error, again
+                self.error = error
+            self.again = self.again or again
             self._changed.notify_all()
 
     @property
