@@ -309,11 +309,19 @@ def replace_a_rank(rank: int, to: str) -> Outcome:
         return first, refused, (seen(sender.send_weights), model.full())
 
 
-def send_interrupted(rank: int, at: int, wait: int) -> tuple[str, Seen, Digests]:
+def send_interrupted(
+    rank: int, at: int, wait: int, in_block: bool = False
+) -> tuple[str, Seen, Digests]:
     """Send, change the model, and send; Ctrl-C ends a wait for others on rank `at`, from 0 on.
 
     The first call ends for the others where rank `at` makes its next one, with other weights.
+    `in_block`: it is a block that sends a tensor.
     """
+
+    def send_block() -> None:
+        with work.kept().sender.update(partial=True) as update:
+            update.send([("norm.bias", torch.full((10,), 4.0))])
+
     model = work.kept().model
     comm: Any = work.kept().sender._group.comm
     waits = iter(range(1_000))
@@ -327,7 +335,8 @@ def send_interrupted(rank: int, at: int, wait: int) -> tuple[str, Seen, Digests]
     if rank == at:
         comm._outcome = outcome
     try:
-        ended = seen(work.kept().sender.send_weights).kind or "sent"
+        send = send_block if in_block else work.kept().sender.send_weights
+        ended = seen(send).kind or "sent"
     finally:
         vars(comm).pop("_outcome", None)
     with torch.no_grad():

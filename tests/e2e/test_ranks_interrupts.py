@@ -51,6 +51,19 @@ def test_an_interrupt_between_broadcasts_in_a_row(ranks: Crew, at: int, wait: in
         assert joined == full
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_block_whose_wait_is_interrupted(ranks: Crew, host: Host, at: int) -> None:
+    """At its first waits: the next call of each rank is not taken for a later part of the block."""
+    to = receivers(host, 1)
+    start(ranks, to, "fsdp")
+    ranks.run(work.step_and_send)
+    for wait in range(3):
+        results = ranks.run(faults.send_interrupted, at, wait, True)
+        assert [ended for ended, _, _ in results].count("sent") == 0
+        sent = [(next_one, full) for _, next_one, full in results]
+        check_sent(sent, to, sent[0][0].result.version)
+
+
 def check_interrupted(
     ranks: Crew, to: list[Remote], options: dict[str, Any], at: int, *where: Any
 ) -> bool:
@@ -82,6 +95,7 @@ CASES = [
     for nbytes in ((comm._INLINE_NBYTES, 200) if where == "ranks/comm.py" else (200,))
 ]
 """Where the interrupts come, and how long a payload of the ranks may be to travel at once."""
+SOAKED = {"registered": 1, "gathered": 7}
 POSTING = [
     ("_begin_gather", "registered", 0, comm._INLINE_NBYTES, 1),
     ("_say", "registered", 0, 200, 1),
@@ -95,13 +109,13 @@ POSTING = [
     [
         *POSTING,
         *((*case, 41) for case in CASES),
-        *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in CASES),
+        *(pytest.param(*case, SOAKED[case[1]], marks=pytest.mark.soak) for case in CASES),
     ],
 )
 def test_the_call_after_an_interrupt(
     ranks: Crew, host: Host, where: str, way: str, at: int, nbytes: int, step: int
 ) -> None:
-    """Of one rank, at any point of these files; every 41st in each run, all of them in a soak."""
+    """Of one rank, at any point of these files; every 41st in each run, more in a soak."""
     to = receivers(host, 1)
     options = GATHERED if way == "gathered" else {}
     start(ranks, to, "fsdp", **options)

@@ -234,9 +234,13 @@ class AgreeOnLate(Command, frozen=True, kw_only=True):
 
 
 class Finished(Command, frozen=True, kw_only=True):
-    """The user's call on rank 0 has ended: return from `serve`, or raise `problem`."""
+    """The user's call on rank 0 has ended: return from `serve`, or raise `problem`.
+
+    `goes_on`: the call was one inside of a block of the user, which goes on.
+    """
 
     version: int
+    goes_on: bool = False
     report: SyncReport | None = None
     problem: Problem | None = None
 

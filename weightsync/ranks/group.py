@@ -197,7 +197,10 @@ class RankGroup:
             return False
         if self.comm.words == self._words_before:
             return True
-        return not isinstance(self._heard, Finished | Compare)
+        heard = self._heard
+        return not isinstance(heard, Compare) and not (
+            isinstance(heard, Finished) and not heard.goes_on
+        )
 
     @property
     def _heard(self) -> AnyCommand | None:
@@ -231,12 +234,16 @@ class RankGroup:
         *,
         report: SyncReport | None = None,
         error: BaseException | None = None,
+        goes_on: bool = False,
     ) -> None:
-        """Make the other ranks return from `serve`, with the report or the error. Rank 0 only."""
+        """Make the other ranks return from `serve`, with the report or the error. Rank 0 only.
+
+        `goes_on` where they `serve` again in the same call of the user.
+        """
         self.version = version
         if self.comm.size > 1:
             problem = to_problem(error) if error is not None else None
-            finished = Finished(version=version, report=report, problem=problem)
+            finished = Finished(version=version, report=report, problem=problem, goes_on=goes_on)
             self.comm.broadcast(encode(finished))
 
     def serve(self) -> Finished:

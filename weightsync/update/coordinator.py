@@ -236,7 +236,7 @@ class Coordinator:
         update = self._update(self.fleet.members)
         try:
             update.start(terms)
-            self._group.finish(self.fleet.version)
+            self._group.finish(self.fleet.version, goes_on=True)
             yield update
             self._group.run_on_all(CheckMoved())  # raises where the block of another rank failed
             update.prepare()

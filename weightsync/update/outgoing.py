@@ -238,7 +238,7 @@ class UpdateTransaction:
             self._transfer(pairs=True)
         finally:  # it may have failed before this rank began
             self._group.worker.pairs = None
-        self._group.finish(self._group.version)
+        self._group.finish(self._group.version, goes_on=True)
 
     def prepare(self) -> None:
         """Have every receiver check that the update is complete."""
