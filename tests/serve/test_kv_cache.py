@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from tests.serve.stepping import kept_nbytes, living_nbytes
 from weightsync.serve.hugging_face import hf
@@ -111,6 +112,24 @@ def test_columns_of_padding_alone_are_given_back() -> None:
     assert living.width == 3
     assert living_nbytes(living) == LAYERS * HEADS * 3 * (KEY_SIZE + VALUE_SIZE) * 4
     wanted = [(keys[0], values[0]) for keys, values in contents(written(3, 5000.0))]
+    assert equal(seen(living, 0), wanted)
+
+
+def test_a_batch_that_was_emptied_takes_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a draft's is. transformers 5.0 resets a layer by zeros in the columns that it has."""
+
+    def reset(self: DynamicLayer) -> None:
+        if self.is_initialized:
+            self.keys.zero_()
+            self.values.zero_()
+
+    monkeypatch.setattr(DynamicLayer, "reset", reset)
+    living = BatchedKVCache(empty(), CPU)
+    living.join([1, 2], written(9, 0.0, rows=2), [0, 3])
+    living.drop([1, 2])
+    assert living.width == living_nbytes(living) == 0
+    living.join([3], written(4, 5000.0), [0])
+    wanted = [(keys[0], values[0]) for keys, values in contents(written(4, 5000.0))]
     assert equal(seen(living, 0), wanted)
 
 

@@ -31,9 +31,13 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call] # transf
         self.keys, self.values = keys, values
 
     def reset(self) -> None:
-        """Drop all keys and values, and free their memory."""
-        super().reset()
+        """Drop all keys and values, and free their memory.
+
+        Not as transformers 5.0 does it, which writes zeros and keeps the columns.
+        """
         self._rooms = []
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
