@@ -29,6 +29,7 @@ from weightsync.ranks import comm, worker
 from weightsync.ranks.sources import join_snapshots
 from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
 from weightsync.specs import Manifest
+from weightsync.transports.factory import TransportFactory
 from weightsync.weights.copying import shards
 from weightsync.weights.sinks.module_sink import strip_wrappers
 from weightsync.weights.sources.base import Snapshot
@@ -199,6 +200,23 @@ def step_and_send(rank: int, dtype: torch.dtype | None = None) -> tuple[Seen, Di
 
 def full_of_kept(rank: int) -> Digests:
     return kept().full()
+
+
+def send_nan_in_columns(rank: int) -> Seen:
+    """Send a matrix that lies column by column, with NaN in it, of which a cast is sent."""
+    weight = kept().model.layers[0].down.weight  # type: ignore[union-attr, index]  # a Decoder's
+    with torch.no_grad():
+        weight.data = weight.t().contiguous().t()
+        weight[2:5] = float("nan")
+    return seen(kept().sender.send_weights)
+
+
+def redirect(rank: int, url: str) -> None:
+    """Have another process answer for the last receiver, as after a restart of it."""
+    if rank == 0:
+        coordinator = kept().sender._coordinator
+        assert coordinator is not None
+        coordinator.fleet.members[-1].transport = TransportFactory(None).one(url)
 
 
 def set_verify(rank: int, verify: bool) -> None:

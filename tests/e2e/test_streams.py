@@ -70,6 +70,30 @@ def test_nothing_is_gathered(
     assert ranks.run(work.gathers_of_an_update) == [0] * len(sent)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_cast_of_nan_is_no_difference(ranks: Crew, host: Host) -> None:
+    """The bits of NaN depend on how torch casts it, which is no reason to refuse the update."""
+    to = receivers(host, 1, model="decoder-bfloat16")
+    start(ranks, to, "plain", dtype=torch.bfloat16)
+    sent = ranks.run(work.send_nan_in_columns)
+    assert [outcome.text for outcome in sent] == ["", ""]
+    report = sent[0].result
+    assert (report.version, report.summed) == (1, report.tensors - 1)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_receiver_that_was_restarted_is_compared_again(ranks: Crew, host: Host) -> None:
+    to = receivers(host, 2)
+    start(ranks, to)
+    summed = []
+    for restarts in (False, False, True, False):
+        if restarts:
+            ranks.run(work.redirect, receivers(host, 1)[0].url)
+        (outcome, _), *_ = ranks.run(work.step_and_send)
+        summed.append(outcome.result.summed)
+    assert summed == [outcome.result.tensors, 0, outcome.result.tensors, 0]
+
+
 @pytest.mark.parametrize(
     ("ranks", "kind", "released"),
     [(4, "fsdp", False), (3, "plain", False), (2, "fsdp", True)],

@@ -94,6 +94,11 @@ def test_what_is_not_complete_is_not_compared() -> None:
     assert compare_sums(both, [{"w": [first]}]) == ([], set())
     assert compare_sums({"w": [first]}, [both]) == ([], set())
     assert compare_sums(both, [both, {}]) == ([], set())
+    assert compare_sums(both, [both, {"w": [first]}, {"w": [second]}]) == ([], {"w"})
+    # What a server has is compared, also where another one has less.
+    (wrong,) = parts_of(full.flip(0), [Slice.whole_of((12,))])
+    for less in ({}, {"w": []}, {"w": [first]}):
+        assert compare_sums(both, [{"w": [wrong]}, less, both]) == (["w"], set())
     assert compare_sums(join_parts([both, {"w": []}]), [both]) == ([], set())
 
 

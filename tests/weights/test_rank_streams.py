@@ -16,7 +16,7 @@ from msgspec import structs
 from tests.soak.sizes import sizes
 from tests.weights.test_reshard import Case, cases, cut, random_tensor
 from weightsync.backends.rank_streams import parts_in
-from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError
+from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, TransferError
 from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes
@@ -148,6 +148,20 @@ def test_every_byte_arrives_in_modules_and_shards(size: int) -> None:
         assert compare_sums(sent, [join_parts(workers), held]) == ([], every)
 
     check()
+
+
+def test_the_sums_of_a_memory_end_with_its_update() -> None:
+    model = Manifest(tuple(TensorSpec(name, "uint8", (8,)) for name in "abc"))
+    memory = Memory([torch.zeros(8, dtype=torch.uint8) for _ in model.specs])
+    calls = iter([None, TransferError("aborted")])
+
+    def check() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    with pytest.raises(TransferError, match="aborted"):
+        parts_in(model, memory, check)
+    assert not list(calls)
 
 
 def sums_of_rank(stream: RankStream, boxes: dict[str, torch.Tensor]) -> dict[str, list[TensorPart]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -57,19 +57,27 @@ class _StreamTarget(PartTarget):
         self.takes_deltas = target.takes_deltas and is_sharded
 
 
-def parts_in(model: Manifest, memory: Memory) -> dict[str, list[TensorPart]]:
-    """Return the parts of the tensors' mix64 that a memory holds of a model."""
-    specs = model.specs
-    if memory.shares is None:
-        return parts_of(
-            (spec.name, flat, Slice.whole_of(spec.shape), TORCH_DTYPES[spec.dtype].itemsize)
-            for spec, flat in zip(specs, memory.tensors, strict=True)
+def parts_in(
+    model: Manifest, memory: Memory, check: Callable[[], None] = lambda: None
+) -> dict[str, list[TensorPart]]:
+    """Return the parts of the tensors' mix64 that a memory holds of a model.
+
+    `check` is called before each tensor: to read all of a large model takes minutes on the host.
+    """
+
+    def boxes() -> Iterator[tuple[str, torch.Tensor, Slice, int]]:
+        placed: Iterable[tuple[int, Slice | None]] = (
+            ((i, Slice.whole_of(spec.shape)) for i, spec in enumerate(model.specs))
+            if memory.shares is None
+            else ((share.index, share.box) for share in memory.shares)
         )
-    return parts_of(
-        (specs[share.index].name, flat, share.box, TORCH_DTYPES[specs[share.index].dtype].itemsize)
-        for share, flat in zip(memory.shares, memory.tensors, strict=True)
-        if share.box is not None
-    )
+        for (index, box), flat in zip(placed, memory.tensors, strict=True):
+            if box is not None:
+                check()
+                spec = model.specs[index]
+                yield spec.name, flat, box, TORCH_DTYPES[spec.dtype].itemsize
+
+    return parts_of(boxes())
 
 
 def _given(part: LoadTarget, _: StreamLayout) -> LoadTarget:
@@ -164,7 +172,7 @@ class RankStreamsEngine(WeightTransferEngine):
         else:
             received = self._in_turns(infos, self._parts(target, target.memory), context)
             if sums:
-                parts = parts_in(self._layout.manifest, target.memory)
+                parts = parts_in(self._layout.manifest, target.memory, context.check)
         joined = self._joined(self._layout.manifest, received, verify=update_info.verify)
         # A hook's target counts one group, that of a ring.
         groups = [buffer.numel() for buffer in self._spare]

@@ -85,6 +85,7 @@ from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.weights.copying.fingerprint import parts_of
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import RankStream
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.lines.memory import count_lines_of, why_no_kernels
 from weightsync.weights.sources.base import (
@@ -720,19 +721,28 @@ class RankWorker:
         return CommandResult()
 
     def _sum_up(self) -> dict[str, list[TensorPart]]:
-        """Return the parts of the mix64 of the tensors that this rank's boxes make, as sent."""
+        """Return the parts of the mix64 of the tensors that this rank's boxes make, as sent.
+
+        An empty list for a tensor whose cast has NaN: with the strides its bits change.
+        """
         stream, tensors = self._own_boxes, self.sent.tensors_to_sample()
         if stream is None or tensors is None:
             return {}
-        specs = [stream.model.specs[index] for index in stream.indices]
-        dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
+        unlike: dict[str, list[TensorPart]] = {}
+
+        def boxes() -> Iterator[tuple[str, torch.Tensor, Slice, int]]:
+            for index, box, tensor in zip(stream.indices, stream.boxes, tensors, strict=True):
+                self._check_all()
+                spec = stream.model.specs[index]
+                dtype = TORCH_DTYPES[spec.dtype]
+                sent = tensor.to(dtype)
+                if tensor.dtype is not dtype and bool(torch.isnan(tensor).any()):
+                    unlike[spec.name] = []
+                else:
+                    yield spec.name, contiguous_bytes(sent), box, dtype.itemsize
+
         with torch.no_grad():
-            return parts_of(
-                (spec.name, contiguous_bytes(tensor.to(dtype)), box, dtype.itemsize)
-                for spec, dtype, box, tensor in zip(
-                    specs, dtypes, stream.boxes, tensors, strict=True
-                )
-            )
+            return parts_of(boxes()) | unlike
 
     def _keep_alive(self, command: KeepAlive) -> CommandResult:
         """Return the liveness counters of this rank's readers."""

@@ -112,7 +112,8 @@ class Member:
     that request is sent again before the next update. `last_finish_sent` is the update of the last
     finish request. `delta_base` is the id of the weights that the receiver holds, as far as a delta
     can be applied to them. `summed` is the plan of several ranks of which the sums over all of them
-    were those of this receiver.
+    were those of this receiver, with the receiver's instance: one that was restarted is compared
+    again.
     """
 
     transport: BaseTransport
@@ -136,7 +137,7 @@ class Member:
     unaborted: str | None = None
     last_finish_sent: str | None = None
     delta_base: str | None = None
-    summed: str = ""
+    summed: tuple[str, str] = ("", "")
 
     @property
     def target(self) -> str:

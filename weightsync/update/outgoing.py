@@ -480,7 +480,7 @@ class UpdateTransaction:
         if pairs or not (self._whole and self._verify and self._group.sends_streams):
             return False
         plan = self._group.worker.sums_for
-        return bool(plan) and any(member.summed != plan for member in members)
+        return bool(plan) and any(m.summed != (plan, m.status.instance) for m in members)
 
     def _check_sums(self) -> None:
         """Compare the tensors as all ranks hold them with those that the receivers have loaded.
@@ -507,7 +507,7 @@ class UpdateTransaction:
             )
         self._summed = len(compared)
         for member in self._staying:
-            member.summed = self._group.worker.sums_for
+            member.summed = self._group.worker.sums_for, member.status.instance
 
     def _end_transfer(self, interrupt: BaseException | None) -> list[CommandResult]:
         """End the transfer on all ranks. Raises the error of a rank that transferred by itself.

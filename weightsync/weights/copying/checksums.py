@@ -7,6 +7,7 @@ all workers are added up. Imported where no torch is loaded, by `weightsync.serv
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from weightsync.errors import ProtocolError
 from weightsync.wire.messages import CheckReply, TensorPart
@@ -97,27 +98,36 @@ def compare_sums(
 ) -> tuple[list[str], set[str]]:
     """Compare full tensors with what each of several servers holds of them.
 
-    Returns the names that differ, and those that were compared: all of which `sent` has each byte,
-    and either each server or all of them together as well.
+    Returns the names that differ on any server, and those that were compared: all of which `sent`
+    has each byte, and each server, too, or those together that have only a part.
     """
-    wrong: dict[str, None] = {}
+    wrong: list[str] = []
     compared: set[str] = set()
     for name, parts in sent.items():
-        own = [each[name] for each in held if each.get(name)]
-        if not parts or len(own) < len(held):
+        wanted = _composed(name, parts)
+        if wanted is None:
             continue
-        try:
-            wanted = compose(name, parts)
-            try:
-                found = {compose(name, each) for each in own}
-            except ProtocolError:  # workers that were connected as servers of their own
-                found = {compose(name, [part for each in own for part in each])}
-        except ProtocolError:
-            continue
-        compared.add(name)
-        if found != {wanted}:
-            wrong[name] = None
-    return list(wrong), compared
+        found = {place: _composed(name, each.get(name, ())) for place, each in enumerate(held)}
+        apart = [place for place, value in found.items() if value is None]
+        values = [value for value in found.values() if value is not None]
+        if apart:  # workers that were connected as servers of their own
+            listed = [held[place].get(name, ()) for place in apart]
+            joined = _composed(name, [part for each in listed for part in each])
+            if joined is not None:
+                values.append(joined)
+                apart = [place for place, each in zip(apart, listed, strict=True) if not each]
+        if not apart:
+            compared.add(name)
+        if any(value != wanted for value in values):
+            wrong.append(name)
+    return wrong, compared
+
+
+def _composed(name: str, parts: Sequence[TensorPart]) -> str | None:
+    """Return the mix64 of a full tensor; None where the parts are not all of it."""
+    with suppress(ProtocolError):
+        return compose(name, parts) if parts else None
+    return None
 
 
 def compose_all(
