@@ -119,9 +119,9 @@ def test_a_batch_that_was_emptied_takes_rows_again(monkeypatch: pytest.MonkeyPat
     """As a draft's is. transformers 5.0 resets a layer by zeros in the columns that it has."""
 
     def reset(self: DynamicLayer) -> None:
-        if self.is_initialized:
-            self.keys.zero_()
-            self.values.zero_()
+        for tensor in (self.keys, self.values):
+            if tensor is not None:
+                tensor.zero_()
 
     monkeypatch.setattr(DynamicLayer, "reset", reset)
     living = BatchedKVCache(empty(), CPU)

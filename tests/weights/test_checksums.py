@@ -97,7 +97,8 @@ def test_what_is_not_complete_is_not_compared() -> None:
     assert compare_sums(both, [both, {"w": [first]}, {"w": [second]}]) == ([], {"w"})
     # What a server has is compared, also where another one has less.
     (wrong,) = parts_of(full.flip(0), [Slice.whole_of((12,))])
-    for less in ({}, {"w": []}, {"w": [first]}):
+    others: list[dict[str, list[TensorPart]]] = [{}, {"w": []}, {"w": [first]}]
+    for less in others:
         assert compare_sums(both, [{"w": [wrong]}, less, both]) == (["w"], set())
     assert compare_sums(join_parts([both, {"w": []}]), [both]) == ([], set())
 
