@@ -164,6 +164,27 @@ def test_a_tensor_whose_words_are_cut_too_often_is_named(monkeypatch: pytest.Mon
         parts_of(torch.zeros(9, 3, dtype=torch.uint8), [Slice((9, 3), (((0, 9),), ((0, 2),)))])
 
 
+def test_pieces_of_all_tensors_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a message is, and with it the time to make them one by one."""
+    cut, uncut = Slice((9, 3), (((0, 9),), ((0, 2),))), Slice.whole_of((16,))
+    (part,) = parts_of(torch.zeros(9, 3, dtype=torch.uint8), [cut])
+    flat, count = torch.zeros(18, dtype=torch.uint8), len(part.pieces)
+    monkeypatch.setattr(fingerprint, "MAX_ALL_PIECES", 2 * count - 1)
+    listed = [("a", flat, cut, 1), ("b", flat, cut, 1), ("c", flat[:16], uncut, 1)]
+    found = fingerprint.parts_of(listed)
+    assert (found["a"], found["b"], len(found["c"])) == ([part], [], 1)
+    monkeypatch.setattr(fingerprint, "MAX_PIECES", count - 1)
+    assert fingerprint.parts_of(listed[:1]) == {"a": []}
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts())
+def test_pieces_are_counted_before_they_are_made(cut: tuple[torch.Tensor, list[Slice]]) -> None:
+    full, slices = cut
+    for held, part in zip(slices, parts_of(full, slices), strict=True):
+        assert fingerprint._count_pieces(held, full.element_size()) == len(part.pieces)
+
+
 def test_replicas_and_whole_tensors_have_to_agree() -> None:
     full = torch.arange(20)
     first, second = halves(full)

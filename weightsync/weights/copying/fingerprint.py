@@ -40,6 +40,8 @@ _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Words mixed at a time: on the host as many as a cache holds, on a GPU enough for a kernel."""
 MAX_PIECES = 1 << 16
 """Most words of one tensor that slices may cut: each is sent as bytes."""
+MAX_ALL_PIECES = 1 << 20
+"""Most such pieces of all tensors of one process: about 30 MB of a message."""
 
 
 def xxh3(view: memoryview) -> int:
@@ -147,15 +149,19 @@ def parts_of(
 ) -> dict[str, list[TensorPart]]:
     """Return the parts of full tensors' mix64 that boxes make: (name, bytes, box, itemsize) each.
 
-    A tensor whose boxes cut too many words has an empty list.
+    A tensor whose boxes cut too many words has an empty list, and so has one that comes when
+    `MAX_ALL_PIECES` are reached: no message may be of any length.
     """
     found: dict[str, list[TensorPart]] = {}
     refused: set[str] = set()
+    left = MAX_ALL_PIECES
     for name, flat, box, itemsize in tensors:
-        try:
-            found.setdefault(name, []).append(part_of(name, flat, box, itemsize))
-        except ConfigError:
+        parts, cuts = found.setdefault(name, []), _count_pieces(box, itemsize)
+        if cuts > min(left, MAX_PIECES):
             refused.add(name)
+            continue
+        left -= cuts
+        parts.append(part_of(name, flat, box, itemsize))
     return {name: [] if name in refused else parts for name, parts in found.items()}
 
 
@@ -186,6 +192,16 @@ def _phases(block: Block) -> Iterator[Block]:
             block.source_stride * period,
             block.target_stride * period,
         )
+
+
+def _count_pieces(held: Slice, itemsize: int) -> int:
+    """Return how many pieces of words that a slice cuts `part_of` makes."""
+    count = 0
+    for block in held.blocks(itemsize):
+        for run in _phases(block):
+            lead = min(-run.source % WORD, run.width)
+            count += run.height * (bool(lead) + bool((run.width - lead) % WORD))
+    return count
 
 
 def _add_pieces(pieces: dict[int, str], rows: torch.Tensor, run: Block, offset: int) -> None:
