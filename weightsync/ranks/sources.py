@@ -161,6 +161,10 @@ class CollectiveSource:
     def check(self) -> None:
         """Raise when this rank has to leave the step, or Cancellation when another one has left."""
         self._check_own()
+        self.check_others()
+
+    def check_others(self) -> None:
+        """Raise Cancellation when another rank has left the step."""
         self._cancel_flag.look()
 
     def _begin(self, check: Callable[[], None]) -> None:

@@ -729,10 +729,12 @@ class RankWorker:
         if stream is None or tensors is None:
             return {}
         unlike: dict[str, list[TensorPart]] = {}
+        # Not a failed receiver: all bytes are sent, and those in place that have them may finish.
+        check = self._collective.check_others if self._collective is not None else self._check_own
 
         def boxes() -> Iterator[tuple[str, torch.Tensor, Slice, int]]:
             for index, box, tensor in zip(stream.indices, stream.boxes, tensors, strict=True):
-                self._check_all()
+                check()
                 spec = stream.model.specs[index]
                 dtype = TORCH_DTYPES[spec.dtype]
                 sent = tensor.to(dtype)
