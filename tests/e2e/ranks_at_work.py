@@ -211,6 +211,14 @@ def send_nan_in_columns(rank: int) -> Seen:
     return seen(kept().sender.send_weights)
 
 
+def send_without_sums(rank: int, failing: int) -> Seen:
+    """Send, and have one rank fail while it adds up its boxes."""
+    if rank != failing:
+        return seen(kept().sender.send_weights)
+    with mock.patch.object(worker, "parts_of", side_effect=MemoryError("no room for a cast")):
+        return seen(kept().sender.send_weights)
+
+
 def redirect(rank: int, url: str) -> None:
     """Have another process answer for the last receiver, as after a restart of it."""
     if rank == 0:

@@ -12,7 +12,7 @@ from tests.crew import Crew, crew
 from tests.e2e import ranks_at_work as work
 from tests.e2e import shard_servers
 from tests.e2e.processes import Host
-from tests.e2e.test_ranks import SMALL, check_sent, receivers, start
+from tests.e2e.test_ranks import SMALL, check_alike, check_sent, receivers, start
 from weightsync.weights.copying.layout import UNIT_NBYTES
 
 
@@ -79,6 +79,20 @@ def test_a_cast_of_nan_is_no_difference(ranks: Crew, host: Host) -> None:
     assert [outcome.text for outcome in sent] == ["", ""]
     report = sent[0].result
     assert (report.version, report.summed) == (1, report.tensors - 1)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_a_rank_that_fails_to_add_up_its_boxes(ranks: Crew, host: Host, failing: int) -> None:
+    """Nothing is committed; the next update is compared."""
+    to = receivers(host, 1)
+    start(ranks, to)
+    outcomes = ranks.run(work.send_without_sums, failing)
+    check_alike(outcomes, "RemoteError", f"rank {failing}", "no room for a cast")
+    assert to[0].reading() == 0
+    sent = ranks.run(work.step_and_send)
+    check_sent(sent, to, 1)
+    assert sent[0][0].result.summed == sent[0][0].result.tensors
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
