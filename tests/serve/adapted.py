@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -13,6 +13,8 @@ from typing import Any
 import requests
 
 import weightsync as ws
+from tests.children import CONTEXT
+from tests.serve.servers import wait_until
 from tests.vllm.adapted import Told, adapt, assert_told, train
 from tests.vllm.tiny import PROMPT, TOKENS
 from weightsync.serve.model import make_tiny_model
@@ -100,6 +102,29 @@ def dying_before(call: type[Request], count: int = 1) -> Iterator[None]:
         yield
     finally:
         HttpTransport.call = sent  # type: ignore[method-assign]  # as above
+
+
+def version_of_killed(send: Callable[..., None], *args: object) -> int:
+    """Run a trainer that dies in a process of its own; return the version that it sent before.
+
+    `send` gets `args`, and the end of a pipe on which it says that version.
+    """
+    ours, theirs = CONTEXT.Pipe()
+    victim = CONTEXT.Process(target=send, args=(*args, theirs), daemon=True)
+    victim.start()
+    before = ours.recv() if ours.poll(120) else None
+    victim.join(120)
+    assert victim.exitcode == -signal.SIGKILL
+    assert isinstance(before, int)
+    return before
+
+
+def wait_until_together(versions: Callable[[], Sequence[tuple[int, int]]], before: int) -> None:
+    """Wait until both parts of each worker have the version `before`, or both the next one."""
+    wait_until(
+        lambda: all(one in ((before,) * 2, (before + 1,) * 2) for one in versions()),
+        f"parts of two updates are in use: {versions()}",
+    )
 
 
 def send_until_killed(

@@ -17,9 +17,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import weightsync as ws
-from tests.children import CONTEXT
 from tests.integrations.test_huggingface import quiet_peft
-from tests.serve.adapted import Served, send_until_killed, tiny_adapted, told
+from tests.serve.adapted import (
+    Served,
+    send_until_killed,
+    tiny_adapted,
+    told,
+    version_of_killed,
+)
 from tests.serve.servers import members, running, server, wait_until
 from tests.vllm.adapted import (
     LARGEST_DIFFERENCE,
@@ -345,12 +350,7 @@ def test_one_name_has_one_sender(trained: Trained) -> None:
 @pytest.mark.parametrize("call", [UpdateRequest, FinishRequest])
 def test_a_trainer_that_dies_in_an_update(trained: Trained, call: Any) -> None:
     served, model = trained.served, trained.model
-    ours, theirs = CONTEXT.Pipe()
-    victim = CONTEXT.Process(target=send_until_killed, args=(served, call, 60, theirs), daemon=True)
-    victim.start()
-    version = ours.recv() if ours.poll(120) else None
-    victim.join(120)
-    assert victim.exitcode == -9
+    version = version_of_killed(send_until_killed, served, call, 60)
     train(model, 60)
     served.assert_serves("policy", expected(model), version=version)
     served.assert_serves("tiny", base_of(model))

@@ -16,10 +16,16 @@ import requests
 import torch
 
 import weightsync as ws
-from tests.children import CONTEXT
 from tests.integrations.test_huggingface import quiet_peft
-from tests.serve.adapted import Served, dying_before, tiny_adapted, told
-from tests.serve.servers import command, environment, server, wait_until
+from tests.serve.adapted import (
+    Served,
+    dying_before,
+    tiny_adapted,
+    told,
+    version_of_killed,
+    wait_until_together,
+)
+from tests.serve.servers import command, environment, server
 from tests.serve.test_serve import serving_page
 from tests.vllm.adapted import LARGEST_DIFFERENCE, Told, assert_told, train
 from tests.vllm.tiny import PROMPT, change, expected, largest_difference
@@ -352,19 +358,8 @@ def send_until_killed(served: Served, call: type[Request], count: int, pipe: Con
 def test_a_trainer_that_is_killed_leaves_both_old_or_both_new(
     served: Served, call: type[Request], count: int
 ) -> None:
-    ours, theirs = CONTEXT.Pipe()
-    victim = CONTEXT.Process(
-        target=send_until_killed, args=(served, call, count, theirs), daemon=True
-    )
-    victim.start()
-    before = ours.recv() if ours.poll(120) else None
-    victim.join(120)
-    assert victim.exitcode == -9
-    assert before is not None
-    wait_until(
-        lambda: all(one in ((before,) * 2, (before + 1,) * 2) for one in versions(served)),
-        f"parts of two updates are in use: {versions(served)}",
-    )
+    before = version_of_killed(send_until_killed, served, call, count)
+    wait_until_together(lambda: versions(served), before)
     if call is UpdateRequest:
         assert versions(served) == [(before, before)] * REPLICAS
         served.assert_serves("tiny", expected(trained(20), PROMPT, TOKENS), version=before)

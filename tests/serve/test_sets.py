@@ -12,9 +12,15 @@ import requests
 import torch
 
 import weightsync as ws
-from tests.children import CONTEXT
 from tests.integrations.test_huggingface import quiet_peft
-from tests.serve.adapted import Served, dying_before, tiny_adapted, told
+from tests.serve.adapted import (
+    Served,
+    dying_before,
+    tiny_adapted,
+    told,
+    version_of_killed,
+    wait_until_together,
+)
 from tests.serve.servers import server, wait_until
 from tests.vllm.adapted import Told, assert_told, base_of, train
 from tests.vllm.tiny import PROMPT, change, expected
@@ -177,19 +183,8 @@ def send_until_killed(served: Served, call: type[Request], count: int, pipe: Con
 def test_a_trainer_that_is_killed_leaves_both_old_or_both_new(
     served: Served, call: type[Request], count: int
 ) -> None:
-    ours, theirs = CONTEXT.Pipe()
-    victim = CONTEXT.Process(
-        target=send_until_killed, args=(served, call, count, theirs), daemon=True
-    )
-    victim.start()
-    before = ours.recv() if ours.poll(120) else None
-    victim.join(120)
-    assert victim.exitcode == -9
-    assert before is not None
-    wait_until(
-        lambda: all(one in ((before,) * 2, (before + 1,) * 2) for one in versions(served)),
-        f"parts of two updates are in use: {versions(served)}",
-    )
+    before = version_of_killed(send_until_killed, served, call, count)
+    wait_until_together(lambda: versions(served), before)
     found = versions(served)
     if call is UpdateRequest:
         assert found == [(before, before)] * REPLICAS
