@@ -136,8 +136,8 @@ class SetCommits(Generic[T]):
 
         `missing(parts)` says whether others have yet to call. False where they did not within
         `timeout_s`: nothing was done. Raises the error of `commit`, and in the other threads one
-        that names it, and TransportTimeout where another thread still commits after `timeout_s`.
-        After an interrupt of that thread the others begin again.
+        that names it, and TransportTimeout where another thread still commits after twice
+        `timeout_s`. After an interrupt of that thread the others begin again.
         """
         deadline, mine = time.monotonic() + timeout_s, _Finish(part)
         try:
@@ -149,7 +149,8 @@ class SetCommits(Generic[T]):
                 if round_.leader is mine:
                     _lead(round_, commit)
                 else:
-                    self._follow(round_, timeout_s)
+                    # The leader may wait as long as that for a part that is busy, and then commits.
+                    self._follow(round_, 2 * timeout_s)
                 if round_.error is not None:
                     raise round_.error
                 if round_.done:
