@@ -137,14 +137,20 @@ def ranks() -> Iterator[Crew]:
         yield made
 
 
-def sends_sharded(rank: int, cast: str | None) -> tuple[bool, Tensors]:
-    """One rank's part: shard the layers of a PEFT model, and send the adapter twice."""
+def sharded_model() -> Any:
+    """One rank's part of a PEFT model whose layers are sharded."""
     warnings.simplefilter("ignore")
     model = adapted()
     for layer in model.get_base_model().model.layers:
         fully_shard(layer)
     fully_shard(model)
-    sharded = any(isinstance(p, DTensor) for n, p in model.named_parameters() if "lora_" in n)
+    assert all(isinstance(p, DTensor) for n, p in model.named_parameters() if "lora_" in n)
+    return model
+
+
+def sends_sharded(rank: int, cast: str | None) -> tuple[Tensors, ws.SyncReport]:
+    """One rank's part: send the adapter of a sharded model twice."""
+    model = sharded_model()
     held = Held()
     to: Any = ws.WeightReceiver(held) if rank == 0 else ()
     source = ws.AdapterSource(model, name="policy", dtype=cast)
@@ -154,15 +160,18 @@ def sends_sharded(rank: int, cast: str | None) -> tuple[bool, Tensors]:
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.mul_(1.5)
-        sender.send_weights()
-    return sharded, held.tensors
+        report = sender.send_weights()
+    return held.tensors, report
 
 
 @pytest.mark.parametrize("cast", [None, "bfloat16"])
-def test_a_sharded_model_sends_whole_tensors(ranks: Crew, cast: str | None, tmp_path: Path) -> None:
-    (sharded, found), (_, none) = ranks.run(sends_sharded, cast)
-    assert sharded
+def test_ranks_send_the_shards_of_an_adapter(ranks: Crew, cast: str | None, tmp_path: Path) -> None:
+    (found, report), (none, _) = ranks.run(sends_sharded, cast)
     assert none == {}
+    assert report.gathered == {}
+    (receiver,) = report.receivers
+    assert len(receiver.sources) == 2
+    assert min(receiver.sources.values()) > report.nbytes / 4
     model = adapted()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -170,6 +179,27 @@ def test_a_sharded_model_sends_whole_tensors(ranks: Crew, cast: str | None, tmp_
                 parameter.mul_(1.5)
     wanted, _ = saved(model, tmp_path)
     same(found, {n: t.to(getattr(torch, cast)) if cast else t for n, t in wanted.items()})
+
+
+def changes_on_one(rank: int) -> str:
+    """One rank's part: its adapter gets another scale after `connect`."""
+    model, held = sharded_model(), Held()
+    to: Any = ws.WeightReceiver(held) if rank == 0 else ()
+    with ws.connect(ws.AdapterSource(model, name="policy"), to=to) as sender:
+        sender.send_weights()
+        if rank:
+            layer = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+            layer.set_scale("default", 3)
+        try:
+            sender.send_weights()
+        except ws.ConfigError as exc:
+            return str(exc)
+    return ""
+
+
+def test_a_scale_that_changes_on_one_rank_is_refused_on_all(ranks: Crew) -> None:
+    for told in ranks.run(changes_on_one):
+        assert "has another scale than its config" in told
 
 
 def test_the_receiver_is_below_the_servers_url() -> None:

@@ -11,7 +11,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import weightsync as ws
-from tests.integrations.test_adapter_source import KINDS, adapted
+from tests.crew import crew
+from tests.integrations.test_adapter_source import KINDS, adapted, sharded_model
 from tests.integrations.test_huggingface import llama, quiet_peft, train
 from weightsync.integrations.module_adapters import MAX_ADAPTERS, AdaptedModule, ModuleAdapters
 
@@ -57,6 +58,30 @@ def test_each_version_computes_what_peft_does(kind: str, base: torch.dtype) -> N
     with module.using(None):
         assert torch.equal(logits(served), plain)
     adapters.close()
+
+
+def computed_of_shards(rank: int) -> tuple[dict[str, str], dict[int, int], torch.Tensor | None]:
+    """One rank's part: send the shards of an adapter, and compute with it on rank 0."""
+    served: Any = llama()
+    adapters, module = ModuleAdapters(served.eval()), AdaptedModule(served)
+    to: Any = adapters.receiver("policy") if rank == 0 else ()
+    with ws.connect(ws.AdapterSource(sharded_model(), name="policy"), to=to) as sender:
+        report = sender.send_weights()
+    computed = None
+    if rank == 0:
+        with module.using(adapters.held()[0]):
+            computed = logits(served)
+    adapters.close()
+    return dict(report.gathered), dict(report.receivers[0].sources), computed
+
+
+def test_the_shards_of_two_ranks_are_read_from_both() -> None:
+    with crew(2) as ranks:
+        (gathered, sources, computed), _ = ranks.run(computed_of_shards)
+    assert gathered == {}
+    assert sources.keys() == {0, 1}
+    assert computed is not None
+    assert torch.equal(computed, logits(adapted().eval()))
 
 
 def test_transposed_linear_layers() -> None:

@@ -15,6 +15,7 @@ import torch
 
 import weightsync as ws
 from tests.children import CONTEXT
+from tests.crew import crew
 from tests.vllm.adapted import (
     LONG,
     Told,
@@ -28,7 +29,7 @@ from tests.vllm.adapted import (
 )
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import change, expected, make_model
-from tests.vllm.victims import send_adapter_until_killed
+from tests.vllm.victims import send_adapter_until_killed, send_shards_of_adapter
 from weightsync.integrations.adapters import unload_adapter
 
 pytestmark = pytest.mark.timeout(600)
@@ -98,6 +99,19 @@ def test_each_version_generates_what_peft_does(trained: Trained) -> None:
     for version, wanted in before.items():
         assert_serves(served, f"policy@{version}", wanted)
     assert {"tiny", "policy", f"policy@{newest - 1}", f"policy@{newest}"} <= {*trained.models()}
+
+
+def test_the_shards_of_two_ranks_are_read_from_both(trained: Trained) -> None:
+    with crew(2) as ranks:
+        (gathered, sources), _ = ranks.run(
+            send_shards_of_adapter, trained.served.url, str(trained.folder), 5
+        )
+    assert gathered == {}
+    assert len(sources) == trained.workers
+    assert all(read.keys() == {0, 1} for read in sources)
+    train(trained.model, 5)
+    assert_serves(trained.served, "shards", expected(trained.model))
+    unload_adapter(trained.served.url, "shards")
 
 
 def test_each_version_has_its_own_prefix_cache(trained: Trained) -> None:

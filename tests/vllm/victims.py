@@ -1,4 +1,4 @@
-"""Functions of the trainer processes that are killed."""
+"""Functions of trainers in processes of their own: most of them are killed."""
 
 from __future__ import annotations
 
@@ -91,3 +91,23 @@ def send_adapters_until_killed(url: str, folder: str, seed: int, pipe: Connectio
         for i in range(1, 1000):
             train(model, seed + i)
             sender.send_weights()
+
+
+def send_shards_of_adapter(
+    rank: int, url: str, folder: str, seed: int
+) -> tuple[dict[str, str], list[dict[int, int]]]:
+    """Send the adapter of a seed, of which each rank has shards; return what was gathered.
+
+    And for each receiver the bytes that it read from each rank.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.vllm.adapted import adapt, train
+
+    model = adapt(_load(folder))
+    train(model, seed)
+    for layer in [*model.get_base_model().model.layers, model]:
+        fully_shard(layer)
+    with ws.connect(ws.AdapterSource(model, name="shards"), to=url, timeout_s=60) as sender:
+        report = sender.send_weights()
+    return dict(report.gathered), [dict(receiver.sources) for receiver in report.receivers]

@@ -20,7 +20,9 @@ from weightsync.errors import ConfigError, ManifestMismatchError, shorten
 from weightsync.integrations.adapter_paths import adapter_path, check_name
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.transports.factory import Targets, TransportFactory
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.sources.base import ModuleSource
+from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.sources.wrapping import WrappingSource
 
 CONFIG_NAME = "adapter_config.json"
@@ -163,14 +165,35 @@ class AdapterSource(WrappingSource):
 
         Raises ConfigError where the adapter's config or scale has changed.
         """
+        self._check_config()
+        stable = self.source.stable_tensors()
+        return None if stable is None else [*stable, self._tensor]
+
+    def hold(self, held: Holdings) -> Holdings:
+        """Return the boxes of the adapter's tensors, and the config, which each rank has whole.
+
+        Reading them raises ConfigError where the adapter's config or scale has changed.
+        """
+
+        def read() -> list[torch.Tensor]:
+            self._check_config()
+            return [*held.tensors(), self._tensor]
+
+        return Holdings(
+            [*held.names, CONFIG_NAME],
+            [*held.boxes, Slice.whole_of(tuple(self._tensor.shape))],
+            read,
+            buffers=held.buffers,
+        )
+
+    def _check_config(self) -> None:
+        """Raise ConfigError where the adapter's config or scale has changed since `connect`."""
         if encode_config(self._peft.config_of(self._model, self.adapter)) != self._config:
             raise ConfigError(
                 f"the config of the adapter {self.adapter!r} is not that of connect() any more; "
                 "connect again"
             )
         self._check_scales()
-        stable = self.source.stable_tensors()
-        return None if stable is None else [*stable, self._tensor]
 
     def _check_scales(self) -> None:
         """Raise ConfigError for layers whose scale is not the one that the config tells."""
