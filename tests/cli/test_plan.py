@@ -174,11 +174,25 @@ def test_on_the_same_hosts_nothing_is_read_from_another(directory: Path) -> None
 
 def test_it_prints_what_the_page_shows() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-    found = re.search(r"\$ weightsync (plan .*)\n((?:.*\n)*?)```", page)
-    assert found
-    result = weightsync(*found[1].split())
-    assert result.exit_code == 0, result.output
-    assert _SECONDS.sub("", result.stdout) == _SECONDS.sub("", found[2])
+    shown = re.findall(r"\$ weightsync (plan .*)\n((?:.*\n)*?)```", page)
+    assert ["--links" in words for words, _ in shown] == [False, True]
+    for words, printed in shown:
+        result = weightsync(*words.split())
+        assert result.exit_code == 0, result.output
+        assert _SECONDS.sub("", result.stdout) == _SECONDS.sub("", printed)
+
+
+def test_links_between_hosts(directory: Path) -> None:
+    words = ("plan", "--from", "fsdp=4", "--to", "tp=2,dp=2", "--model", directory)
+    found = answer_of(weightsync(*words, "--per-host", "2", "--links", "--json"))["between_hosts"]
+    assert (found["trainer_hosts"], found["receiving_hosts"], found["chains"]) == (2, 2, 1)
+    whole = 4 * (32 + 16 + 32 + 4)
+    assert found["received_nbytes"] == whole
+    assert sum(link["nbytes"] for link in found["links"]) == whole
+    assert {link["from"] for link in found["links"]} == {"host 0", "host 1"}
+    assert all(link["to"] == ["receiving 0", "receiving 1"] for link in found["links"])
+    assert found["seconds"]["25"] > found["seconds"]["100"] > found["seconds"]["400"]
+    assert "between_hosts" not in answer_of(weightsync(*words, "--json"))
 
 
 @pytest.mark.parametrize(

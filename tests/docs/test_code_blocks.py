@@ -32,7 +32,7 @@ from weightsync.queues.message_queue import MessageQueue
 from weightsync.testing import TinyModel
 
 ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
-    ("docs/command-line.md", "console"): (3, "tests/cli/test_docs_command_line.py"),
+    ("docs/command-line.md", "console"): (4, "tests/cli/test_docs_command_line.py"),
     ("docs/command-line.md", "python"): (1, "tests/cli/test_docs_command_line.py"),
     ("docs/migrating-from-openrlhf.md", "python"): (5, "tests/docs/test_migrating.py"),
     ("docs/adapters.md", "python"): (5, "tests/serve/test_adapters_page.py"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,12 @@ from weightsync.cli.models import CONFIGS, published
 from weightsync.cli.output import ending, print_json
 from weightsync.errors import ConfigError
 from weightsync.specs import TensorSpec
-from weightsync.weights.copying.reshard import ReshardPlan, plan_reshard
+from weightsync.weights.copying.reshard import Placed, ReshardPlan, plan_reshard
+from weightsync.weights.copying.uplinks import HostLinks, plan_links
+
+RATES = (25, 100, 400)
+"""Gbit/s of a host's link for which a time is shown."""
+SHOWN_LINKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,24 @@ class Planned:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """What crosses the links between hosts, for `--links`.
+
+    `seconds` are those of an update by the rate of a host's link, in Gbit/s. `links` have the bytes
+    from a trainer host to the receiving hosts of a chain.
+    """
+
+    trainer_hosts: int
+    receiving_hosts: int
+    chains: int
+    sent_nbytes: int
+    imbalance: float
+    received_nbytes: int
+    seconds: dict[int, float]
+    links: list[dict[str, Any]] = field(repr=False)
+
+
 def plan(
     from_: Annotated[str, typer.Option("--from", help=f"the trainer: {HELP}")],
     to: Annotated[str, typer.Option(help="the receivers, likewise")],
@@ -58,12 +81,12 @@ def plan(
     stacked: Annotated[
         bool, typer.Option("--stacked", help="all experts of a layer are one tensor on both sides")
     ] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="also bytes and time of the links between hosts")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show what receivers would read from which ranks, without a gather.
-
-    Nothing is sent, and `connect` does not use such plans yet.
-    """
+    """Show what receivers would read from which ranks, without a gather. Nothing is sent."""
     with ending(as_json=as_json):
         trainer, receivers = parse_mapping(from_), parse_mapping(to)
         specs, heads = _read_model(model)
@@ -71,21 +94,24 @@ def plan(
             specs = stack_experts(specs)
         held = place_model(specs, trainer, key_heads=heads)
         wanted = place_model(specs, receivers, key_heads=heads)
-        begin = time.perf_counter()
-        made = plan_reshard(
-            held,
-            wanted,
-            rank_hosts=_hosts(trainer, per_host, "host"),
-            receiver_hosts=_hosts(receivers, per_host, "host" if same_hosts else "receiving"),
+        hosts = (
+            _hosts(trainer, per_host, "host"),
+            _hosts(receivers, per_host, "host" if same_hosts else "receiving"),
         )
+        begin = time.perf_counter()
+        made = plan_reshard(held, wanted, rank_hosts=hosts[0], receiver_hosts=hosts[1])
         digest = made.digest
         seconds = time.perf_counter() - begin
         found = _describe(made, specs, (trainer, receivers), per_host, same_hosts)
         planned = Planned(model=model, seconds=seconds, digest=digest, **found)
+        crossing = _crossing(held, wanted, *hosts) if links else None
         if as_json:
-            print_json(asdict(planned))
-        else:
-            _print(planned, from_, to)
+            more = {} if crossing is None else {"between_hosts": asdict(crossing)}
+            print_json(asdict(planned) | more)
+            return
+        _print(planned, from_, to)
+        if crossing is not None:
+            _print_links(crossing)
 
 
 def _read_model(model: str) -> tuple[list[TensorSpec], int | None]:
@@ -143,6 +169,52 @@ def _describe(
         "receiver_nbytes": max(receivers.values(), default=0),
         "between_hosts_nbytes": between,
     }
+
+
+def _crossing(
+    held: list[Placed],
+    wanted: list[Placed],
+    rank_hosts: dict[int, str],
+    receiver_hosts: dict[int, str],
+) -> Crossing:
+    found = plan_links(held, wanted, rank_hosts=rank_hosts, receiver_hosts=receiver_hosts)
+    return Crossing(
+        trainer_hosts=len(found.trainers),
+        receiving_hosts=len(found.received),
+        chains=len(found.chains),
+        sent_nbytes=max(found.sent.values(), default=0),
+        imbalance=round(found.imbalance, 4),
+        received_nbytes=max(found.received.values(), default=0),
+        seconds={rate: found.seconds(rate) for rate in RATES},
+        links=_listed(found),
+    )
+
+
+def _listed(found: HostLinks) -> list[dict[str, Any]]:
+    return [
+        {"from": host, "to": list(found.chains[chain]), "nbytes": nbytes}
+        for (host, chain), nbytes in sorted(found.nbytes.items(), key=lambda one: -one[1])
+    ]
+
+
+def _print_links(found: Crossing) -> None:
+    times = ", ".join(f"{found.seconds[rate]:,.3g} s at {rate}" for rate in RATES)
+    print(
+        f"  hosts     {found.trainer_hosts} send, {found.receiving_hosts} receive, "
+        f"in {found.chains} chains of hosts that want the same"
+    )
+    print(
+        f"  uplinks   at most {_size(found.sent_nbytes)} leave a trainer host, "
+        f"{found.imbalance:.2f} of the mean"
+    )
+    print(f"  downlinks at most {_size(found.received_nbytes)} reach a receiving host")
+    print(f"  time      {times} Gbit/s a host, by the model of docs/scaling.md")
+    for link in found.links[:SHOWN_LINKS]:
+        first, *others = link["to"]
+        more = f" and {len(others)} after it" if others else ""
+        print(f"  link      {_size(link['nbytes'])} from {link['from']} to {first}{more}")
+    if len(found.links) > SHOWN_LINKS:
+        print(f"            and {len(found.links) - SHOWN_LINKS} links with less; --json has all")
 
 
 def _print(found: Planned, from_: str, to: str) -> None:

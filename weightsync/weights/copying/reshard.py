@@ -377,8 +377,9 @@ def plan_reshard(
     """Return the plan by which each receiver reads the boxes that it wants.
 
     All receivers of a host read a box from one owner: a rank of that host if one holds the box,
-    else the replica with the fewest bytes planned so far. Hosts are named for this alone; receivers
-    without a host are on one of their own. The order of the arguments does not change the plan.
+    else the replica whose host has the fewest bytes planned so far, and of equal ones the rank with
+    the fewest. Hosts are named for this alone; receivers without a host are on one of their own.
+    The order of the arguments does not change the plan.
 
     Raises ManifestMismatchError for tensors that only one side has, shapes or dtypes that differ,
     and elements that no rank holds; ConfigError for boxes that overlap without being equal.
@@ -605,6 +606,11 @@ def _overlap(cuts: Sequence[_Cells], places: Sequence[Any], hits: npt.NDArray[np
         if alone[tuple(first)]:
             groups.append(i)
     return _Fault(cell, groups=tuple(groups))
+
+
+def has_common(one: Slice, other: Slice) -> bool:
+    """Whether two boxes of a tensor share an element."""
+    return _common(one, other) > 0
 
 
 def _common(one: Slice, other: Slice) -> int:
@@ -836,15 +842,34 @@ def _raise_faults(tasks: Sequence[_Task]) -> None:
         )
 
 
+class _Load:
+    """Bytes that each rank sends in the plan so far, and each host of ranks."""
+
+    def __init__(self, hosts: Mapping[int, str]) -> None:
+        self.hosts = hosts
+        self._ranks: Counter[int] = Counter()
+        self._hosts: Counter[str] = Counter()
+
+    def add(self, rank: int, nbytes: int) -> None:
+        self._ranks[rank] += nbytes
+        if rank in self.hosts:
+            self._hosts[self.hosts[rank]] += nbytes
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """Return what is least of the best owner: its host's bytes, then its own."""
+        host = self.hosts.get(rank)
+        return 0 if host is None else self._hosts[host], self._ranks[rank]
+
+
 def _choose_owners(tasks: Sequence[_Task], rank_hosts: Mapping[int, str]) -> None:
     """Set the owners of each task: near ones, else those with the fewest bytes so far."""
-    planned: Counter[int] = Counter()
+    planned = _Load(rank_hosts)
     needs = [task.needs() for task in tasks]
     for task, need in zip(tasks, needs, strict=True):
         for group, candidates in enumerate(task.candidates):
             if len(candidates) == 1:
                 nbytes = sum(one[group] for one in need.values())
-                planned[candidates[0][0]] += nbytes * len(task.names)
+                planned.add(candidates[0][0], nbytes * len(task.names))
     # Large ones first, because small ones level out what is left. What counts are the tensors that
     # get one owner: all tensors of a task may be many small ones.
     shares: list[tuple[int, str, int, int, int]] = []
@@ -857,9 +882,7 @@ def _choose_owners(tasks: Sequence[_Task], rank_hosts: Mapping[int, str]) -> Non
     for _, _, at, variant, count in sorted(shares):
         task = tasks[at]
         for host, wanted in needs[at].items():
-            task.owners[variant][host] = _owners(
-                task.candidates, wanted, count, host, rank_hosts, planned
-            )
+            task.owners[variant][host] = _owners(task.candidates, wanted, count, host, planned)
 
 
 def _owners(
@@ -867,8 +890,7 @@ def _owners(
     need: Sequence[int],
     count: int,
     host: str,
-    rank_hosts: Mapping[int, str],
-    planned: Counter[int],
+    planned: _Load,
 ) -> tuple[tuple[int, int] | None, ...]:
     """Return (source, rank) of each group for one host, and count the bytes of `count` tensors."""
     owners: list[tuple[int, int] | None] = []
@@ -878,9 +900,9 @@ def _owners(
             continue
         rank, source = candidates[0]
         if len(candidates) > 1:
-            near = [one for one in candidates if rank_hosts.get(one[0]) == host]
-            rank, source = min(near or candidates, key=lambda one: (planned[one[0]], one))
-            planned[rank] += nbytes * count
+            near = [one for one in candidates if planned.hosts.get(one[0]) == host]
+            rank, source = min(near or candidates, key=lambda one: (planned.of(one[0]), one))
+            planned.add(rank, nbytes * count)
         owners.append((source, rank))
     return tuple(owners)
 
