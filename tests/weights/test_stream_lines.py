@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,7 +18,14 @@ from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import RankStream, StreamPlaces
 from weightsync.weights.copying.shards import Slice
 from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, StreamDeltas
-from weightsync.weights.lines.memory import LINE, LineMemory, count_lines, count_marked, marked
+from weightsync.weights.lines.memory import (
+    LINE,
+    LineMemory,
+    count_lines,
+    count_marked,
+    marked,
+    new_marks,
+)
 from weightsync.weights.lines.patches import Patches, RecordingLines
 from weightsync.weights.lines.shard_lines import ShardLines
 from weightsync.weights.lines.stream_lines import StreamLines
@@ -306,6 +314,35 @@ def test_bytes_beyond_a_box_do_not_count() -> None:
         content.view(np.uint8)[stream.nbytes - 1] = 1
         assert lines.write(first, content) != 0
         assert not lines.read(first).view(np.uint8)[stream.nbytes :].any()
+
+
+def test_a_packet_is_recorded_without_a_look_at_the_whole_model() -> None:
+    """Of a model of sixteen million lines, whose marks alone have 2 MiB."""
+    spec = ws.TensorSpec("t", "uint8", (1 << 10, 1 << 20))
+    model = ws.Manifest((spec,))
+    layout = StreamLayout(model)
+    half = Slice((1 << 10, 1 << 20), (((0, 1 << 10),), ((1 << 19, 1 << 20),)))
+    stream = RankStream(1, model, [0], [half])
+    memory = Memory([torch.zeros(spec.nbytes, dtype=torch.uint8)])  # never touched, but two lines
+    lines = StreamLines(stream, StreamPlaces(stream, memory).memory, layout, memory)
+    recording, marks = RecordingLines(layout, memory), new_marks(count_lines(layout))
+    lines.begin(marks, recording)
+    lines.write(np.zeros(1, np.uint32), np.zeros(8, np.uint64))  # compiled
+    tracemalloc.start()
+    try:
+        indices = np.array([1 << 20, (1 << 20) + 1], np.uint32)  # row 128
+        lines.write(indices, np.full(16, 1, np.uint64))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(marks) // 2
+    first = (128 * (1 << 20) + (1 << 19)) // LINE
+    assert recording.changes()[0].tolist() == [first, first + 1]
+    assert [i for block in marked(marks) for i in block.tolist()] == [
+        (1 << 19) // LINE,
+        first,
+        first + 1,
+    ]
 
 
 @pytest.mark.parametrize(("width", "word"), [(128, 16), (100, 24)])

@@ -17,7 +17,6 @@ from weightsync.weights.lines.memory import (
     LineMemory,
     Marks,
     Words,
-    count_lines,
     kernels,
     mark,
     marked,
@@ -60,7 +59,6 @@ class StreamLines(LineMemory):
             self._inner = BoxLines(own, places) if whole else ShardLines(own, places)
         self.proves_base = self._inner.proves_base
         self.lines = self._inner.lines
-        self._model_lines = count_lines(layout)
         self._blocks = _of_model(stream, own, places, layout, model) if whole else []
         self._starts = [first for first, _, _ in self._blocks]
         self._of_shards = [] if whole else _first_lines(stream, own, layout)
@@ -100,17 +98,44 @@ class StreamLines(LineMemory):
         if self._recording is None:
             self._mark(self._marks, indices)
             return nullcontext()
-        marks = new_marks(self._model_lines)
-        self._mark(marks, indices)
-        self._marks |= marks
-        found = [block.copy() for block in marked(marks)]
-        return self._recording.recording(np.concatenate([np.zeros(0, np.uint32), *found]))
+        places = self._places_of(indices)
+        mark(self._marks, places)
+        return self._recording.recording(places)
 
     def _mark(self, marks: Marks, indices: Indices) -> None:
         for begin, end, blocks in parts_of(indices, self._starts, self._blocks):
             kernels().mark_places(blocks, indices[begin:end], marks)
         for _, _, line in parts_of(indices, self._firsts, self._of_shards):
             mark(marks, line)
+
+    def _places_of(self, indices: Indices) -> Indices:
+        """Return the lines of the model that `_mark` marks, growing.
+
+        Takes time by the lines from the first to the last one in each box, not by the model.
+        """
+        found = [np.zeros(0, np.uint32)]
+        for begin, end, blocks in parts_of(indices, self._starts, self._blocks):
+            here = indices[begin:end]
+            first, stop = _places_between(blocks, int(here[0]), int(here[-1]) + 1)
+            marks, moved = new_marks(stop - first), blocks.copy()
+            moved[:, 1] -= np.uint64(first * LINE)
+            kernels().mark_places(moved, here, marks)
+            found += [block + np.uint32(first) for block in marked(marks)]
+        found += [line for _, _, line in parts_of(indices, self._firsts, self._of_shards)]
+        return np.unique(np.concatenate(found))
+
+
+def _places_between(blocks: Words, first: int, stop: int) -> tuple[int, int]:
+    """Return a range of the model's lines that has the bytes of these lines of a box."""
+    begin, end = first * LINE, stop * LINE
+    source, target, width, height, apart, target_apart = blocks.astype(np.int64).T
+    low = np.maximum((begin - source - width) // apart + 1, 0)
+    high = np.minimum((end - 1 - source) // apart, height - 1)
+    low_at, high_at = source + low * apart, source + high * apart
+    places = target + low * target_apart + np.maximum(begin - low_at, 0)
+    ends = target + high * target_apart + np.minimum(end - high_at, width)
+    here = low <= high
+    return int(places[here].min()) // LINE, -(-int(ends[here].max()) // LINE)
 
 
 def _of_model(
