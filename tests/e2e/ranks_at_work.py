@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weightsync as ws
 from tests.e2e import shard_servers
@@ -33,6 +34,7 @@ from weightsync.transports.factory import TransportFactory
 from weightsync.weights.copying import shards
 from weightsync.weights.sinks.module_sink import strip_wrappers
 from weightsync.weights.sources.base import Snapshot
+from weightsync.wire.messages import FinishRequest
 
 TOKENS = torch.arange(6).view(2, 3)
 TIMEOUT_S = 30.0
@@ -227,6 +229,70 @@ def redirect(rank: int, url: str) -> None:
         coordinator.fleet.members[-1].transport = TransportFactory(None).one(url)
 
 
+def restart_before_finish(rank: int, url: str) -> None:
+    """Have another process answer for the last receiver from its next finish request on."""
+    if rank:
+        return
+    coordinator = kept().sender._coordinator
+    assert coordinator is not None
+    member = coordinator.fleet.members[-1]
+    former: Any = member.transport
+    successor: Any = TransportFactory(None).one(url)
+    genuine = former.call
+
+    def call(request: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(request, FinishRequest):
+            return genuine(request, *args, **options)
+        member.transport = successor
+        return successor.call(request, *args, **options)
+
+    former.call = call
+
+
+def resync(rank: int, url: str) -> Seen:
+    """Send the present version to one receiver again."""
+    return seen(lambda: kept().sender.resync(url))
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """The bytes of the largest tensor that is made while this is entered, views apart."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor):
+            made = result.untyped_storage()
+            if made.data_ptr() not in given:
+                self.nbytes = max(self.nbytes, made.nbytes())
+        return result
+
+
+def send_columns_and_measure_sums(rank: int, most: int) -> tuple[Seen, int]:
+    """Send a matrix that lies column by column; return the largest tensor that sums made.
+
+    No more than `most` bytes of a box are to be cast at a time.
+    """
+    weight = kept().model.layers[0].down.weight  # type: ignore[union-attr, index]  # a Decoder's
+    with torch.no_grad():
+        weight.data = weight.t().contiguous().t()
+    genuine = worker.RankWorker._sum_up
+    largest = LargestTensor()  # type: ignore[no-untyped-call]  # torch's
+
+    def sum_up(self: worker.RankWorker) -> Any:
+        with largest:
+            return genuine(self)
+
+    with (
+        mock.patch.object(worker, "_CAST_NBYTES", most),
+        mock.patch.object(worker.RankWorker, "_sum_up", sum_up),
+    ):
+        return seen(kept().sender.send_weights), largest.nbytes
+
+
 def set_verify(rank: int, verify: bool) -> None:
     kept().sender.verify = verify
 
@@ -282,6 +348,12 @@ def connect_without(rank: int, absent: int, to: str) -> Seen | None:
     if rank == absent:
         return None
     return seen(lambda: ws.connect(trainer_models.plain(), to=to, timeout_s=1))
+
+
+def die_on(rank: int, at: int) -> None:
+    """End the process of one rank."""
+    if rank == at:
+        die()
 
 
 def die() -> None:

@@ -84,7 +84,7 @@ def serve(rank: int, kind: str, apply: Any = "auto") -> str:
     mount("shard", receiver)
     locals_ = {id(t): shards.local_of(t) for t in module.state_dict().values()}
     nbytes = sum(local.nbytes for local in locals_.values())
-    SERVED[:] = [Served(module, receiver, stop, nbytes)]
+    SERVED.append(Served(module, receiver, stop, nbytes))
     return f"http://127.0.0.1:{listener.getsockname()[1]}/shard"
 
 

@@ -108,6 +108,51 @@ def test_a_receiver_that_was_restarted_is_compared_again(ranks: Crew, host: Host
     assert summed == [outcome.result.tensors, 0, outcome.result.tensors, 0]
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_receiver_that_restarts_before_it_finishes_is_compared(ranks: Crew, host: Host) -> None:
+    """It is sent the version alone, after the others have committed it."""
+    to = receivers(host, 2)
+    start(ranks, to)
+    check_sent(ranks.run(work.step_and_send), to, 1)
+    to[1:] = receivers(host, 1)
+    ranks.run(work.restart_before_finish, to[1].url)
+    sent = ranks.run(work.step_and_send)
+    check_sent(sent, to, 2)
+    report = sent[0][0].result
+    assert (report.rule, report.summed) == ("roll-forward", report.tensors)
+
+
+def test_a_shard_that_was_sent_alone_is_compared_with_the_others_again(ranks: Crew) -> None:
+    """A part of a tensor is no tensor: that of another rank is needed, too."""
+    urls = ranks.run(shard_servers.serve, "decoder")
+    try:
+        ranks.run(work.start, "fsdp", urls, {})
+        (first, _), *_ = ranks.run(work.step_and_send)
+        assert first.result.summed == first.result.tensors
+        url = ranks.run(shard_servers.serve, "decoder")[-1]  # as after a restart
+        ranks.run(work.redirect, url)
+        alone, *_ = ranks.run(work.resync, url)
+        assert 0 < alone.result.summed < alone.result.tensors
+        summed = [ranks.run(work.step_and_send)[0][0].result.summed for _ in range(2)]
+        assert summed == [first.result.tensors, 0]
+    finally:
+        ranks.run(work.close)
+        ranks.run(shard_servers.end)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_sums_take_little_memory(ranks: Crew, host: Host) -> None:
+    """A box that is cast, or whose elements do not lie in their order, is summed in pieces."""
+    most = 64
+    to = receivers(host, 1, model="decoder-bfloat16")
+    start(ranks, to, "plain", dtype=torch.bfloat16)
+    largest = 0
+    for outcome, nbytes in ranks.run(work.send_columns_and_measure_sums, most):
+        assert (outcome.text, outcome.result.summed) == ("", outcome.result.tensors)
+        largest = max(largest, nbytes)
+    assert 0 < largest <= most
+
+
 @pytest.mark.parametrize(
     ("ranks", "kind", "released"),
     [(4, "fsdp", False), (3, "plain", False), (2, "fsdp", True)],

@@ -68,7 +68,8 @@ def test_parts_that_come_to_a_wrong_place(ranks: Crew, host: Host, place: dict[s
         outcomes = [outcome for outcome, _ in ranks.run(work.step_and_send)]
     finally:
         host.run(misplaced.end)
-    check_alike(outcomes, "VerificationError", "tensors are not those that the ranks hold")
+    where = f"(on {to.url}, sent by rank"
+    check_alike(outcomes, "VerificationError", "are not those that the ranks hold", where)
     if place.get("apply") == "in_place":
         assert to.status()["state"] == "TORN"
     else:
@@ -88,7 +89,11 @@ def test_parts_that_come_to_a_wrong_place_of_shards(ranks: Crew) -> None:
         ranks.run(misplaced.begin)
         ranks.run(work.start, "fsdp", urls, {})
         outcomes = [outcome for outcome, _ in ranks.run(work.step_and_send)]
-        check_alike(outcomes, "VerificationError", "tensors are not those that the ranks hold")
+        where = ", ".join(urls), " and ".join(urls)  # what each has in part, both have together
+        check_alike(
+            outcomes, "VerificationError", "are not those that the ranks hold", "sent by rank"
+        )
+        assert any(f"(on {one}, " in outcomes[0].text for one in where)
         assert set(ranks.run(shard_servers.version)) == {0}
     finally:
         ranks.run(misplaced.end)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ConfigError, ProtocolError, shorten
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying import fingerprint
 from weightsync.weights.copying.checksums import (
     DISAGREE,
+    SumsCompared,
     compare_sums,
     compose,
     compose_all,
-    join_parts,
     to_hex,
 )
 from weightsync.weights.copying.fingerprint import mix64, part_of
@@ -37,6 +38,11 @@ def take(full: torch.Tensor, held: Slice) -> torch.Tensor:
 def parts_of(full: torch.Tensor, slices: list[Slice]) -> list[TensorPart]:
     size = full.element_size()
     return [part_of("w", as_bytes(take(full, held)), held, size) for held in slices]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks as errors list them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shorten(map(str, ranks))}"
 
 
 @st.composite
@@ -73,34 +79,63 @@ def test_the_sums_of_two_sides_are_compared(
     full, slices = cut
     ranks = [{"w": [part]} for part in parts_of(full, slices)]
     whole = {"w": parts_of(full, [Slice.whole_of(tuple(full.shape))])}
-    workers = [{"w": parts_of(full, list(reversed(slices)))}, whole]
-    assert compare_sums(join_parts(ranks), workers) == ([], {"w"})
+    held = {"a": {"w": parts_of(full, list(reversed(slices)))}, "b": whole}
+    assert compare_sums(ranks, held) == SumsCompared({}, {"w"}, set())
     wrong = full.clone()
     flat = wrong.view(-1)
     a, b = (data.draw(st.integers(0, full.numel() - 1)) for _ in range(2))
     flat[[a, b]] = flat[[b, a]].clone()
     if torch.equal(wrong, full):
         flat[a] += 1
-    damaged = [*workers, {"w": parts_of(wrong, slices)}]
-    assert compare_sums(join_parts(ranks), damaged) == (["w"], {"w"})
+    damaged = {"w": parts_of(wrong, slices)}
+    found = compare_sums(ranks, {**held, "c": damaged})
+    apart = [r for r, own in enumerate(parts_of(wrong, slices)) if [own] != ranks[r]["w"]]
+    assert found.compared == {"w"}
+    assert found.wrong == {"w": f"on c, sent by {named(apart)}"}
+    # Whole tensors do not tell which of the ranks that sent a part of it.
+    found = compare_sums(ranks, {"c": {"w": parts_of(wrong, [Slice.whole_of(tuple(full.shape))])}})
+    assert found.wrong == {"w": f"on c, sent by {named(range(len(ranks)))}"}
 
 
 def test_what_is_not_complete_is_not_compared() -> None:
     full = torch.arange(12, dtype=torch.uint8)
     halves = [Slice((12,), (((0, 6),),)), Slice((12,), (((6, 12),),))]
-    first, second = parts_of(full, halves)
-    both = {"w": [first, second]}
-    assert compare_sums(both, [{"w": [first]}, {"w": [second]}]) == ([], {"w"})
-    assert compare_sums(both, [{"w": [first]}]) == ([], set())
-    assert compare_sums({"w": [first]}, [both]) == ([], set())
-    assert compare_sums(both, [both, {}]) == ([], set())
-    assert compare_sums(both, [both, {"w": [first]}, {"w": [second]}]) == ([], {"w"})
+    first, second = ({"w": [part]} for part in parts_of(full, halves))
+    both = {"w": [*first["w"], *second["w"]]}
+    sent: list[dict[str, list[TensorPart]]] = [first, second]
+    assert compare_sums(sent, {"a": first, "b": second}) == SumsCompared({}, {"w"}, set())
+    assert compare_sums(sent, {"a": first}) == SumsCompared({}, set(), {"a"})
+    assert compare_sums([first, {}], {"a": both}) == SumsCompared({}, set(), set())
+    assert compare_sums(sent, {"a": both, "b": {}}) == SumsCompared({}, set(), set())
+    several = {"a": both, "b": first, "c": second}
+    assert compare_sums(sent, several) == SumsCompared({}, {"w"}, set())
     # What a server has is compared, also where another one has less.
-    (wrong,) = parts_of(full.flip(0), [Slice.whole_of((12,))])
-    others: list[dict[str, list[TensorPart]]] = [{}, {"w": []}, {"w": [first]}]
+    wrong = {"w": parts_of(full.flip(0), [Slice.whole_of((12,))])}
+    others: list[dict[str, list[TensorPart]]] = [{}, {"w": []}, first]
     for less in others:
-        assert compare_sums(both, [{"w": [wrong]}, less, both]) == (["w"], set())
-    assert compare_sums(join_parts([both, {"w": []}]), [both]) == ([], set())
+        found = compare_sums(sent, {"a": wrong, "b": less, "c": both})
+        assert (found.wrong, found.compared) == ({"w": "on a, sent by ranks 0, 1"}, set())
+        assert found.partial == ({"b"} if less is first else set())
+    # Of workers that are wrong together, nothing says which.
+    halved = [{"w": [part]} for part in parts_of(full.flip(0), halves)]
+    (where,) = compare_sums([both], dict(zip("ab", halved, strict=True))).wrong.values()
+    assert where == "on a and b, sent by rank 0"
+    assert compare_sums([both, {"w": []}], {"a": both}) == SumsCompared({}, set(), set())
+
+
+@given(cuts(), st.integers(1, 200))
+@settings(max_examples=100, deadline=None)
+def test_pieces_of_slices_are_small_and_make_the_whole(
+    cut: tuple[torch.Tensor, list[Slice]], most: int
+) -> None:
+    full, slices = cut
+    pieces = [(piece, held) for box in slices for piece, held in box.pieces(take(full, box), most)]
+    for piece, held in pieces:
+        assert piece.numel() <= most
+        assert torch.equal(piece, take(full, held))
+    assert compose("w", parts_of(full, [held for _, held in pieces])) == to_hex(
+        mix64(as_bytes(full))
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -20,7 +20,7 @@ from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError,
 from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes
-from weightsync.weights.copying.checksums import compare_sums, join_parts
+from weightsync.weights.copying.checksums import SumsCompared, compare_sums, join_parts
 from weightsync.weights.copying.copy_plan import Memory, Share, UnitCompiler
 from weightsync.weights.copying.fingerprint import parts_of, xxh3
 from weightsync.weights.copying.layout import StreamLayout
@@ -117,10 +117,10 @@ def test_every_byte_arrives_in_modules_and_shards(size: int) -> None:
             copy(stream, StreamPlaces(stream, Memory(whole)), own, unit_nbytes)
         for spec, flat in zip(case.specs, whole, strict=True):
             assert torch.equal(flat, as_bytes(full[spec.name]))
-        sent = join_parts(map(sums_of_rank, streams, boxes))
+        sent = list(map(sums_of_rank, streams, boxes))
         every = {spec.name for spec in case.specs}
         held = parts_in(model, Memory(whole))
-        assert compare_sums(sent, [held]) == ([], every)
+        assert compare_sums(sent, {"whole": held}) == SumsCompared({}, every, set())
         workers = []
         # Shards of another mesh.
         for receiver in range(len(case.wanted.members)):
@@ -145,7 +145,8 @@ def test_every_byte_arrives_in_modules_and_shards(size: int) -> None:
                 wanted = cut(full[spec.name], LocalBox(part))
                 assert torch.equal(flat, as_bytes(wanted))
             workers.append(parts_in(model, Memory(flats, shares=shares)))
-        assert compare_sums(sent, [join_parts(workers), held]) == ([], every)
+        found = compare_sums(sent, {"shards": join_parts(workers), "whole": held})
+        assert found == SumsCompared({}, every, set())
 
     check()
 

@@ -103,6 +103,9 @@ from weightsync.wire.offers import WantsInfo
 
 logger = logging.getLogger(__name__)
 
+_CAST_NBYTES = 4 << 20
+"""Most memory for the casts of boxes that are summed up: they were sent from somewhere else."""
+
 
 class RankWorker:
     """Executes rank 0's commands on one rank. `engines` has the engines by backend, bases first.
@@ -733,15 +736,18 @@ class RankWorker:
         check = self._collective.check_others if self._collective is not None else self._check_own
 
         def boxes() -> Iterator[tuple[str, torch.Tensor, Slice, int]]:
-            for index, box, tensor in zip(stream.indices, stream.boxes, tensors, strict=True):
+            for index, whole, tensor in zip(stream.indices, stream.boxes, tensors, strict=True):
                 check()
                 spec = stream.model.specs[index]
                 dtype = TORCH_DTYPES[spec.dtype]
-                sent = tensor.to(dtype)
-                if tensor.dtype is not dtype and bool(torch.isnan(tensor).any()):
-                    unlike[spec.name] = []
-                else:
-                    yield spec.name, contiguous_bytes(sent), box, dtype.itemsize
+                casts = tensor.dtype is not dtype
+                copies = casts or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+                most = _CAST_NBYTES // dtype.itemsize if copies else tensor.numel()
+                for piece, box in whole.pieces(tensor, most):
+                    if casts and bool(torch.isnan(piece).any()):
+                        unlike[spec.name] = []
+                    else:
+                        yield spec.name, contiguous_bytes(piece.to(dtype)), box, dtype.itemsize
 
         with torch.no_grad():
             return parts_of(boxes()) | unlike

@@ -351,7 +351,7 @@ class Coordinator:
             if member not in self.fleet.members:
                 continue
             try:
-                update.absorb(self._send_again(member, terms, error))
+                update.absorb(*self._send_again(member, terms, error))
                 update.rule = "roll-forward"
             except WorldSizeChangedError as exc:
                 waiting += [(new, exc) for new in self.membership.connect_workers(member)]
@@ -365,9 +365,10 @@ class Coordinator:
 
     def _send_again(
         self, member: Member, terms: StartTerms, failure: WeightSyncError
-    ) -> Mapping[Member, StepReply]:
+    ) -> tuple[Mapping[Member, StepReply], set[str]]:
         """Roll one receiver forward by itself, because the others cannot roll back.
 
+        Returns the replies, and the tensors whose sums over all ranks were compared.
         Where members are dropped, only a receiver that was restarted meanwhile is rolled forward,
         or one whose source was lost.
         Raises `failure` for any other, for one that is silent, and for one whose reply was invalid:
@@ -377,7 +378,7 @@ class Coordinator:
             raise failure
         finished = self.membership.retry_pending([member]).get(member)
         if finished is not None and is_commit(finished, terms.version):
-            return {member: finished}
+            return {member: finished}, set()
         reconnected = self.membership.reconnect({member: failure}, [member])
         reconnected = reconnected or isinstance(failure, WorldSizeChangedError | SourceLostError)
         if self.fleet.may_drop([member]) and not reconnected:
@@ -393,7 +394,7 @@ class Coordinator:
                     abort_prepared(self.fleet, member)
             raise
         self._sent.update_ids.add(again.update_id)
-        return again.replies
+        return again.replies, again.summed
 
     def _update(self, members: Sequence[Member]) -> UpdateTransaction:
         return UpdateTransaction(self.fleet, self.paths, members, verify=self.verify)

@@ -113,7 +113,7 @@ class Member:
     finish request. `delta_base` is the id of the weights that the receiver holds, as far as a delta
     can be applied to them. `summed` is the plan of several ranks of which the sums over all of them
     were those of this receiver, with the receiver's instance: one that was restarted is compared
-    again.
+    again, and so is a worker that was sent something without others that hold the rest.
     """
 
     transport: BaseTransport
@@ -145,6 +145,11 @@ class Member:
         return self.name or self.transport.target
 
     @property
+    def server_target(self) -> str:
+        """The name of the server in messages to a user: the member's own where it is no worker."""
+        return self.target if self.server is None else self.server.target
+
+    @property
     def sending(self) -> tuple[int, ...]:
         """The ranks that send to this member."""
         return self.ranks or (self.rank,)
@@ -156,8 +161,7 @@ class Member:
 
     def is_named(self, target: str) -> bool:
         """Whether `target` is the name of this member or of its server."""
-        server = self.server.target if self.server is not None else self.target
-        return target == self.target or target.rstrip("/") in (self.target, server)
+        return target == self.target or target.rstrip("/") in (self.target, self.server_target)
 
     def is_new_to(self, status: Status) -> bool:
         """Whether the status is of a restarted receiver, or of one that closed its engine."""

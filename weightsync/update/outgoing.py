@@ -107,7 +107,7 @@ class UpdateTransaction:
     `failed` has the members that did not finish, `replies` the last replies of the others.
     `dirty` is True after an abort that left a receiver TORN, `finishing` when a finish request
     may have been sent: the update cannot be aborted any more. `estimate` is what the ranks decided
-    an offered delta by.
+    an offered delta by. `summed` are the tensors of which the sums over all ranks were compared.
     """
 
     def __init__(
@@ -142,11 +142,12 @@ class UpdateTransaction:
         self._late: Sequence[Member] = ()
         self._version: int | None = None
         self._sums = False
-        self._summed = 0
+        self.summed: set[str] = set()
 
-    def absorb(self, replies: Mapping[Member, StepReply]) -> None:
+    def absorb(self, replies: Mapping[Member, StepReply], summed: set[str]) -> None:
         """Add the replies of members that failed here and received the same version afterwards."""
         self.replies.update(replies)
+        self.summed |= summed
         for member in replies:
             self.failed.pop(member, None)
 
@@ -380,7 +381,7 @@ class UpdateTransaction:
             not_finite=self._not_finite(),
             replicas_differ=self._group.worker.replicas.take_differing(),
             gathered=self._gathered(),
-            summed=self._summed,
+            summed=len(self.summed),
             merge=self._merge(),
             rule=self.rule,
         )
@@ -490,24 +491,27 @@ class UpdateTransaction:
         """
         if not self._sums or self.is_delta:
             return
-        servers: dict[object, list[Mapping[str, Sequence[TensorPart]]]] = {}
+        servers: dict[str, list[Mapping[str, Sequence[TensorPart]]]] = {}
         for member in self._staying:
-            parts = self.replies[member].parts
-            servers.setdefault(member.server or member, []).append(parts)
-        wrong, compared = compare_sums(
-            join_parts(result.parts for result in self._results),
-            [join_parts(parts) for parts in servers.values()],
+            servers.setdefault(member.server_target, []).append(self.replies[member].parts)
+        found = compare_sums(
+            [result.parts for result in self._results],
+            {server: join_parts(parts) for server, parts in servers.items()},
         )
-        if wrong:
+        if found.wrong:
+            listed = shorten(f"{name} ({where})" for name, where in found.wrong.items())
             raise VerificationError(
-                f"{len(wrong)} tensors are not those that the ranks hold together, though each "
-                f"part of them arrived: {shorten(wrong)}; the update is not applied. Where nothing "
+                f"{len(found.wrong)} tensors are not those that the ranks hold together, though "
+                f"each part of them arrived: {listed}; the update is not applied. Where nothing "
                 "wrote to them meanwhile, please report it, with the placements of both sides",
-                names=wrong,
+                names=list(found.wrong),
             )
-        self._summed = len(compared)
+        self.summed = found.compared
+        # A worker alone has parts only; those of all are compared when all are sent something.
+        everyone = set(self._fleet.members) <= set(self._staying)
         for member in self._staying:
-            member.summed = self._group.worker.sums_for, member.status.instance
+            if everyone or member.server_target not in found.partial:
+                member.summed = self._group.worker.sums_for, member.status.instance
 
     def _end_transfer(self, interrupt: BaseException | None) -> list[CommandResult]:
         """End the transfer on all ranks. Raises the error of a rank that transferred by itself.
@@ -668,8 +672,7 @@ class UpdateTransaction:
         """Describe the fleet for status pages, to one worker of each server."""
         workers: dict[str, list[Member]] = {}
         for member in dict.fromkeys([*self._fleet.members, *self._members]):
-            name = member.server.target if member.server is not None else member.target
-            workers.setdefault(name, []).append(member)
+            workers.setdefault(member.server_target, []).append(member)
         try:
             if len(workers) > 1:
                 shown = list(workers.items())[:MAX_FLEET]

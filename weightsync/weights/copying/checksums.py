@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, shorten
 from weightsync.wire.messages import CheckReply, TensorPart
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -93,34 +94,72 @@ def join_parts(
     return {name: [] if name in missing else parts for name, parts in found.items()}
 
 
-def compare_sums(
-    sent: Mapping[str, Sequence[TensorPart]], held: Sequence[Mapping[str, Sequence[TensorPart]]]
-) -> tuple[list[str], set[str]]:
-    """Compare full tensors with what each of several servers holds of them.
+@dataclass(frozen=True)
+class SumsCompared:
+    """Full tensors, compared with what each of several servers holds of them.
 
-    Returns the names that differ on any server, and those that were compared: all of which `sent`
-    has each byte, and each server, too, or those together that have only a part.
+    `wrong` says of each tensor that differs where it does: on which server, and which ranks sent
+    it. `compared` are the tensors of which all ranks together have each byte, and each server, too,
+    or those together that have only a part. `partial` are the servers that have less than a tensor,
+    though all servers are taken together: others that hold the rest were not asked.
     """
-    wrong: list[str] = []
+
+    wrong: Mapping[str, str]
+    compared: set[str]
+    partial: set[str]
+
+
+def compare_sums(
+    sent: Sequence[Mapping[str, Sequence[TensorPart]]],
+    held: Mapping[str, Mapping[str, Sequence[TensorPart]]],
+) -> SumsCompared:
+    """Compare the tensors of which each rank has `sent` parts with those that servers hold.
+
+    `held` has the parts by the server's name.
+    """
+    wrong: dict[str, str] = {}
     compared: set[str] = set()
-    for name, parts in sent.items():
+    partial: set[str] = set()
+    for name, parts in join_parts(sent).items():
         wanted = _composed(name, parts)
         if wanted is None:
             continue
-        found = {place: _composed(name, each.get(name, ())) for place, each in enumerate(held)}
-        apart = [place for place, value in found.items() if value is None]
-        values = [value for value in found.values() if value is not None]
-        if apart:  # workers that were connected as servers of their own
-            listed = [held[place].get(name, ()) for place in apart]
-            joined = _composed(name, [part for each in listed for part in each])
-            if joined is not None:
-                values.append(joined)
-                apart = [place for place, each in zip(apart, listed, strict=True) if not each]
+        listed = {server: each.get(name, ()) for server, each in held.items()}
+        found = {server: _composed(name, own) for server, own in listed.items()}
+        apart = {server: own for server, own in listed.items() if found[server] is None}
+        differing = [server for server, value in found.items() if value not in (None, wanted)]
+        joined = _composed(name, [part for own in apart.values() for part in own])
+        if joined is not None:  # of workers that were connected as servers of their own
+            whole = [server for server, own in apart.items() if own]
+            if joined != wanted:
+                differing.append(" and ".join(whole))
+            apart = {server: own for server, own in apart.items() if not own}
+        else:
+            partial.update(server for server, own in apart.items() if own)
         if not apart:
             compared.add(name)
-        if any(value != wanted for value in values):
-            wrong.append(name)
-    return wrong, compared
+        if differing:
+            owns = [part for server in held for part in listed[server]]
+            ranks = _senders(name, sent, owns)
+            listed_ranks = f"rank{'s' if len(ranks) > 1 else ''} {shorten(map(str, ranks))}"
+            wrong[name] = f"on {shorten(differing)}, sent by {listed_ranks}"
+    return SumsCompared(wrong, compared, partial)
+
+
+def _senders(
+    name: str, sent: Sequence[Mapping[str, Sequence[TensorPart]]], held: Sequence[TensorPart]
+) -> list[int]:
+    """Return the ranks that sent a tensor; where servers hold equal boxes, those that differ."""
+    ranks = {rank: each[name] for rank, each in enumerate(sent) if each.get(name)}
+    by_spans: dict[str, list[TensorPart]] = {}
+    for part in held:
+        by_spans.setdefault(repr(part.spans), []).append(part)
+    differing = [
+        rank
+        for rank, parts in ranks.items()
+        if any(other != part for part in parts for other in by_spans.get(repr(part.spans), ()))
+    ]
+    return differing or list(ranks)
 
 
 def _composed(name: str, parts: Sequence[TensorPart]) -> str | None:

@@ -97,6 +97,24 @@ class Slice:
         for part in itertools.product(*dims):
             yield tuple(full for full, _ in part), tuple(own for _, own in part)
 
+    def pieces(self, shard: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, Slice]]:
+        """Yield parts of a shard of about as many elements at most, and the slice of each.
+
+        Each is a view of the shard.
+        """
+        dim = next((d for d, size in enumerate(shard.shape) if size > 1), None)
+        if dim is None or shard.numel() <= elements:
+            yield shard, self
+            return
+        rows = max(1, elements * shard.shape[dim] // shard.numel())
+        for begin, at, length in self._placed(dim):
+            for first in range(0, length, rows):
+                count = min(rows, length - first)
+                span = (begin + first, begin + first + count)
+                spans = (*self.spans[:dim], (span,), *self.spans[dim + 1 :])
+                part = shard.narrow(dim, at + first, count)
+                yield from Slice(self.shape, spans).pieces(part, elements)
+
     def blocks(self, itemsize: int) -> tuple[Block, ...]:
         """Return where the shard's bytes are in the full tensor; both are contiguous."""
         local = self.local_shape
