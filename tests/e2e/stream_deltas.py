@@ -43,6 +43,12 @@ def change_and_send(
     return seen(kept().sender.send_weights), kept().full(dtype)
 
 
+def change_and_send_alone(rank: int, seed: int) -> Seen:
+    """Change a few values, and send, where not all ranks live to gather the model."""
+    change(kept().model, seed)
+    return seen(kept().sender.send_weights)
+
+
 def full(rank: int) -> dict[str, torch.Tensor]:
     """Return the model of the trainer that is kept, which all ranks gather. Collective."""
     pairs = kept().model.state_dict().items()

@@ -12,7 +12,7 @@ from tests.crew import Crew, Died, crew
 from tests.e2e import ranks_at_work as work
 from tests.e2e import shard_servers
 from tests.e2e import stream_deltas as at_work
-from tests.e2e.processes import Host
+from tests.e2e.processes import Host, Remote
 from tests.e2e.ranks_at_work import Digests, Seen
 from tests.e2e.stream_faults import Step
 from tests.e2e.test_ranks import SMALL, check_alike, check_sent, receivers, start
@@ -263,12 +263,38 @@ def test_a_rank_that_dies_in_a_delta(
                 assert remote.reading() == 2
         dying.lose(at)
         assert [closed.text for closed in dying.run(work.close)] == [""] * (size - 1)
-    start(crews[2], to, "fsdp", **ALWAYS)
+    check_successor(crews[2], to)
+
+
+@pytest.mark.parametrize(("size", "at", "apply"), [(2, 1, "staged"), (3, 0, "in_place")])
+def test_a_rank_that_dies_between_two_deltas(
+    crews: dict[int, Crew], host: Host, size: int, at: int, apply: str
+) -> None:
+    """The others raise in the next call, by its name; what is held stays as it was verified."""
+    to = receivers(host, 2, apply=apply)
+    with crew(size) as dying:
+        start(dying, to, "fsdp", **ALWAYS)
+        for version in (1, 2, 3):
+            sent = dying.run(at_work.change_and_send, version)
+            check_sent(sent, to, version)
+        check_delta(sent[0][0].result)
+        assert isinstance(dying.run(work.die_on, at).pop(at), Died)
+        dying.lose(at)
+        outcomes = dying.run(at_work.change_and_send_alone, 4)
+        check_alike(outcomes, "TransferError", f"rank {at} of {size} did not")
+        check_sent(sent, to, 3)
+        assert [closed.text for closed in dying.run(work.close)] == [""] * (size - 1)
+    check_successor(crews[2], to)
+
+
+def check_successor(ranks: Crew, to: list[Remote]) -> None:
+    """Another trainer connects, and sends the whole model and then a delta."""
+    start(ranks, to, "fsdp", **ALWAYS)
     for seed in (1, 2):
-        sent = crews[2].run(at_work.change_and_send, seed)
+        sent = ranks.run(at_work.change_and_send, seed)
         check_sent(sent, to, sent[0][0].result.version)
         assert sent[0][0].result.delta.sent == (seed == 2)
-    crews[2].run(work.close)
+    ranks.run(work.close)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "wide"])
