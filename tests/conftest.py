@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.side_by_side import mount_own_shm, number_of_workers, turn
+from tests.side_by_side import may_mount, mount_own_shm, number_of_workers, turn
 from weightsync.shm.segment import find_leftovers, live_segments
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -34,8 +34,8 @@ GRACE_S = 5.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep a worker of pytest-xdist apart from the others."""
-    if hasattr(config, "workerinput"):
+    """Keep these tests apart from those of other workers of pytest-xdist, and of other runs."""
+    if hasattr(config, "workerinput") or may_mount():
         mount_own_shm()
 
 

@@ -82,6 +82,7 @@ class Crew:
     def lose(self, rank: int) -> None:
         """Continue without a rank that has died."""
         self._ends.pop(rank).close()
+        self._processes.pop(rank).join(WAIT_S)
 
     def close(self) -> None:
         for process in self._processes:
@@ -98,6 +99,8 @@ class Crew:
         try:
             done, result = end.recv()
         except EOFError:
+            # Its pipe ends before the locks of its segments do.
+            self._processes[rank].join(WAIT_S)
             return True, Died()
         return done, result
 

@@ -1,4 +1,4 @@
-"""Workers of pytest-xdist side by side, each with a /dev/shm of its own.
+"""Tests side by side, of several runs or workers of pytest-xdist: each has a /dev/shm of its own.
 
 Tests check it for leaks, and servers remove segments of dead processes there: neither may see the
 segments of a concurrent test.
@@ -45,11 +45,15 @@ def turn(nodeid: str) -> int:
 
 def number_of_workers() -> int:
     """Return how many to start for `-n auto`: none where /dev/shm cannot be had apart."""
+    return WORKERS if may_mount() else 0
+
+
+def may_mount() -> bool:
+    """Whether this process may have a /dev/shm of its own."""
     try:
-        apart = subprocess.run(_TRIAL, check=False, capture_output=True).returncode == 0
+        return subprocess.run(_TRIAL, check=False, capture_output=True).returncode == 0
     except OSError:
-        apart = False
-    return WORKERS if apart else 0
+        return False
 
 
 def mount_own_shm() -> None:
