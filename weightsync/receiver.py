@@ -255,6 +255,14 @@ class WeightReceiver:
             raise ProtocolError(f"{type(request).__name__} is no request")
         return handler(request)
 
+    def announce_finish(self, request: FinishRequest) -> None:
+        """Note the finish of a part of a set, before that of another part is handled.
+
+        For a thread that handles the finishes of all parts, one after the other: the first commits
+        the parts that were announced, too, and does not wait for their requests.
+        """
+        self._session.announce_finish(request)
+
     def status(self) -> Status:
         """Return the state; never waits for a running update."""
         session, manifest = self._session, self.sink.manifest

@@ -42,7 +42,7 @@ def connect_set(
       path below `to`, as an AdapterSource is; a model to the URL itself. A mapping has the path of
       each part: `{"": policy, "draft": draft}`.
     - `to`: a URL, or several, each with a receiver for every part (see `WeightReceiver(beside=)`);
-      `weightsync serve` has them for its model and for adapters.
+      `weightsync serve` and vLLM servers have them for their model and for adapters.
     - `options`: as in `connect`, for all parts, without `on_failure`, `process_group` and `at`.
 
     Raises the errors of `connect`; ConfigError for fewer than two parts, for two of the same path,
@@ -85,7 +85,7 @@ def _check_sets(senders: Iterable[WeightSender]) -> None:
         targets = shorten(target for sender in senders for target in sender.targets)
         raise ConfigError(
             f"{targets} are not receivers of one set, and would commit the parts one after the "
-            "other: weightsync serve has a set of its model and adapters, and "
+            "other: a server that takes adapters has a set of its model and them, and "
             "WeightReceiver(..., beside=) makes one; connect() each part by itself elsewhere"
         )
 

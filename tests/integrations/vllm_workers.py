@@ -119,6 +119,7 @@ class Workers:
     def __init__(self, count: int, *, apply: ApplyChoice = "staged", late: int = 0) -> None:
         self.models = [torch.nn.Linear(40, 40) for _ in range(count)]
         self.receivers = [ws.WeightReceiver(model, apply=apply) for model in self.models]
+        self.below: dict[str, list[ws.WeightReceiver]] = {}
         self.paused = False
         self.log: list[str] = []
         self.version = ""
@@ -180,8 +181,9 @@ class Workers:
         self._runs = False
         self.input_queue.put(None)
         self._loop.join(10)
-        for receiver in self.receivers:
-            receiver.close()
+        for receivers in (self.receivers, *self.below.values()):
+            for receiver in receivers:
+                receiver.close()
         self._pool.shutdown()
 
     # The used part of an EngineCore, in its loop.
@@ -246,9 +248,15 @@ class Workers:
 
     def _answer(self, round_: vllm_rpc.Round, rank: int) -> dict[str, Any]:
         self.awake.wait(60)
-        receiver = self.receivers[rank]
-        world = len(self.models)
-        return vllm_rpc.answer_round(round_, receiver, receiver.dispatch, rank=rank, world=world)
+        receiver = (self.below[round_.below] if round_.below else self.receivers)[rank]
+        return vllm_rpc.answer_round(
+            round_,
+            receiver,
+            receiver.dispatch,
+            rank=rank,
+            world=len(self.models),
+            parts={path: vllm_rpc.Part(self.below[path][rank], list) for path in round_.parts},
+        )
 
 
 vllm_pauses.install(Workers, utility="utility", refused="refused")

@@ -12,7 +12,7 @@ import torch
 
 import weightsync as ws
 from tests.vllm.served import Served
-from tests.vllm.tiny import PROMPT, expected, largest_difference
+from tests.vllm.tiny import PROMPT, TOKENS, expected, largest_difference
 from weightsync.tensors import dtype_name
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -63,10 +63,10 @@ def adapter_of(model: Any, name: str) -> Iterator[None]:
         model.set_adapter(before)
 
 
-def base_of(model: Any, prompt: Sequence[int] = PROMPT) -> Told:
+def base_of(model: Any, prompt: Sequence[int] = PROMPT, count: int = TOKENS) -> Told:
     """Return what the base model generates."""
     with model.disable_adapter():
-        return expected(model, prompt)
+        return expected(model, prompt, count)
 
 
 def assert_told(found: Told, wanted: Told) -> None:

@@ -137,6 +137,37 @@ def test_trainers_that_die_at_any_time(held: Held) -> None:
     assert sum(sent) > 0  # or nothing was tried
 
 
+SET_STEPS = {
+    "collective_rpc 3": 0,  # both parts are staged, and no pause is announced
+    "collective_rpc 4": 0,  # generation is paused, and no part has its finish
+    "reset_prefix_cache": 1,  # both are committed, and generation is paused
+}
+"""The call before which the trainer of a set dies, and whether its update is in use then."""
+
+
+@pytest.mark.parametrize("fatal", SET_STEPS)
+def test_a_trainer_of_a_set_that_dies_leaves_both_old_or_both_new(held: Held, fatal: str) -> None:
+    served, model = held.served, held.model
+    victim = CONTEXT.Process(
+        target=victims.send_set_until_killed,
+        args=(served.url, str(held.folder), 300, fatal),
+        daemon=True,
+    )
+    victim.start()
+    victim.join(120)
+    assert victim.exitcode == -signal.SIGKILL
+    victims.train_set(model, 300 + SET_STEPS[fatal])
+    assert_serves(served, "tiny", base_of(model))  # waits until generation goes on by itself
+    assert_serves(served, "policy", expected(model))
+    assert not served.is_paused
+    for seed in (310, 311):
+        victims.train_set(model, seed)
+        with victims.connect_set(model, served.url) as sender:
+            sender.send_weights()
+        assert_serves(served, "tiny", base_of(model))
+        assert_serves(served, "policy", expected(model))
+
+
 def workers_of(served: Served) -> list[psutil.Process]:
     """The processes in which the model is: of one worker it is that of the engine."""
     below = psutil.Process(served.process.pid).children(recursive=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,13 @@ from tests.vllm.adapted import (
 )
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import change, expected, make_model
-from tests.vllm.victims import send_adapter_until_killed, send_shards_of_adapter
+from tests.vllm.victims import (
+    connect_set,
+    plain_state,
+    send_adapter_until_killed,
+    send_shards_of_adapter,
+    train_set,
+)
 from weightsync.integrations.adapters import unload_adapter
 
 pytestmark = pytest.mark.timeout(600)
@@ -285,6 +293,55 @@ def test_a_base_update_keeps_the_adapters(trained: Trained) -> None:
         assert_serves(served, "policy", expected(model))
 
 
+def test_base_and_adapter_in_one_update_under_load(trained: Trained) -> None:
+    """Requests that begin after an update, and end before the next, have both parts of it."""
+    served, model = trained.served, trained.model
+    told: dict[int, dict[str, Told]] = {}
+    answers: list[tuple[str, int, list[int]]] = []
+    with connect_set(model, served.url) as sender, ThreadPoolExecutor(1) as pool:
+        began = ended = 0
+        over = False
+
+        def ask() -> None:
+            """Request both in turns: together this vLLM's CPU kernels mix them up."""
+            for name in itertools.cycle(("tiny", "policy")):
+                if over:
+                    return
+                was = ended
+                found, _ = served.complete(4, model=name)
+                if was == began:  # no update came meanwhile
+                    answers.append((name, was, found))
+
+        asking: list[Future[None]] = []
+        try:
+            for seed in range(500, 506):
+                train_set(model, seed)
+                version = sender.version + 1
+                told[version] = {
+                    "tiny": base_of(model, count=4),
+                    "policy": expected(model, count=4),
+                }
+                began = version
+                reports = sender.send_weights()
+                ended = version
+                assert [report.version for report in reports] == [version] * 2
+                asking = asking or [pool.submit(ask)]
+                wanted = len(answers) + 4
+                deadline = time.monotonic() + 30
+                while len(answers) < wanted and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        finally:
+            over = True
+        for each in asking:
+            each.result()
+    assert len(answers) > 12
+    assert [a for a in answers if a[2] != told[a[1]][a[0]][0]] == []
+    assert len({tuple(each[name][0]) for each in told.values() for name in each}) > 6
+    assert_serves(served, "policy", expected(model))
+    assert_serves(served, "tiny", base_of(model))
+    assert not served.is_paused
+
+
 def test_embeddings_may_have_an_adapter(trained: Trained) -> None:
     base = another_base(trained)
     base.load_state_dict(plain_state(trained.model))
@@ -293,12 +350,6 @@ def test_embeddings_may_have_an_adapter(trained: Trained) -> None:
         sender.send_weights()
         assert_serves(trained.served, "words", expected(model))
     unload_adapter(trained.served.url, "words")
-
-
-def plain_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a PEFT model's base, by their names without adapters."""
-    found = model.get_base_model().state_dict()
-    return {n.replace(".base_layer", ""): t for n, t in found.items() if "lora_" not in n}
 
 
 def test_an_unloaded_adapter_is_gone_until_it_is_sent_again(trained: Trained) -> None:

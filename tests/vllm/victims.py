@@ -93,6 +93,39 @@ def send_adapters_until_killed(url: str, folder: str, seed: int, pipe: Connectio
             sender.send_weights()
 
 
+def plain_state(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a PEFT model's base, by their names without adapters."""
+    found = model.get_base_model().state_dict()
+    return {n.replace(".base_layer", ""): t for n, t in found.items() if "lora_" not in n}
+
+
+def connect_set(model: Any, url: str) -> ws.SetSender:
+    """Return a sender of the base and the adapter of a PEFT model."""
+    parts = [lambda: plain_state(model), ws.AdapterSource(model, name="policy")]
+    return ws.connect_set(parts, to=url, timeout_s=60)
+
+
+def train_set(model: Any, seed: int) -> None:
+    """Change base and adapter as a training step would."""
+    from tests.vllm.adapted import train
+
+    change(model.get_base_model(), seed, "base_layer")
+    train(model, seed)
+
+
+def send_set_until_killed(url: str, folder: str, seed: int, fatal: str) -> None:
+    """Send base and adapter, and die in their next update, before its call `fatal`."""
+    from tests.vllm.adapted import adapt
+
+    model = adapt(_load(folder))
+    with connect_set(model, url) as sender:
+        train_set(model, seed)
+        sender.send_weights()
+        train_set(model, seed + 1)
+        _die_before(fatal)
+        sender.send_weights()
+
+
 def send_shards_of_adapter(
     rank: int, url: str, folder: str, seed: int
 ) -> tuple[dict[str, str], list[dict[int, int]]]:

@@ -38,7 +38,7 @@ from weightsync.weights.lines.spot_check import Look, SpotCheck, TensorPlaces
 from weightsync.weights.lines.stream_lines import PlacedStreams, StreamLines
 from weightsync.weights.sinks.base import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.tensor_kinds import check_agreement
-from weightsync.wire.messages import DeltaForm, StepReply, TensorPart
+from weightsync.wire.messages import DeltaForm, FinishRequest, StepReply, TensorPart
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,10 @@ _STRENGTH: tuple[Verification, ...] = ("none", "arrived", "held")
 
 @dataclass(slots=True)
 class IncomingUpdate:
-    """The received part of one update, which started at `since` (Unix time)."""
+    """The received part of one update, which started at `since` (Unix time).
+
+    `finish` is the request of a part of a set that another part's is to be committed with.
+    """
 
     update_id: str
     sender: str | None
@@ -55,6 +58,7 @@ class IncomingUpdate:
     anonymous: bool = False
     manifest_digest: str | None = None
     committing: bool = False
+    finish: FinishRequest | None = None
     load_targets: list[LoadTarget] = field(default_factory=list)
     fingerprints: list[int] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)

@@ -334,6 +334,17 @@ class ReceiverSession:
 
         return self._once(request.update_id, "finish", finish)
 
+    def announce_finish(self, request: FinishRequest) -> None:
+        """Note the finish of a part of a set that this thread handles after that of another part.
+
+        The other one, which would wait for it, commits both. Does nothing where the update is not
+        open: it is committed already, or was given up.
+        """
+        with self.lock:
+            incoming = self._incoming
+            if incoming is not None and incoming.update_id == request.update_id:
+                incoming.finish = request
+
     def abort(self, request: AbortRequest) -> StepReply:
         """Abort the update. Returns when the loader has stopped, or with ABORTING after `lease_s`.
 
@@ -915,6 +926,10 @@ class ReceiverSession:
 
     # The lease
 
+    def _announced(self, update_id: str) -> FinishRequest | None:
+        incoming = self._incoming
+        return incoming.finish if incoming is not None and self._is_open(update_id) else None
+
     def _is_open(self, update_id: str) -> bool:
         incoming = self._incoming
         return incoming is not None and incoming.update_id == update_id
@@ -1037,14 +1052,20 @@ class _ReceiverSet:
         def missing(finishes: Sequence[_Finish]) -> bool:
             told, sessions = {id(session) for session, _ in finishes}, self._with(update_id)
             return len(sessions) == parts and any(
-                id(session) not in told and not session.orphaned for session in sessions
+                id(session) not in told
+                and session._announced(update_id) is None
+                and not session.orphaned
+                for session in sessions
             )
 
         def commit(finishes: Sequence[_Finish]) -> None:
             told = {id(session): each for session, each in finishes}
-            self._commit(
-                parts, update_id, lambda s: told.get(id(s), FinishRequest(update_id=update_id))
-            )
+
+            def request_of(session: ReceiverSession) -> FinishRequest:
+                announced = told.get(id(session)) or session._announced(update_id)
+                return announced or FinishRequest(update_id=update_id)
+
+            self._commit(parts, update_id, request_of)
 
         if not self._commits.finish(update_id, (own, request), missing, commit, timeout_s):
             # Of this kind no error is kept for a retry, which may find the others there.

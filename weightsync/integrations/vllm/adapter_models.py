@@ -120,8 +120,8 @@ async def _pass_on(call: Callable[[], Awaitable[Any]], engine: Any, text: object
     if round_ is None:
         return await call()
     try:
-        if not round_.unload:
-            sent.refuse_taken(adapter_of(round_.below))
+        for path in () if round_.unload else round_.adapters:
+            sent.refuse_taken(adapter_of(path))
     except ConfigError as exc:
         return [vllm_rpc.encode_refusal(exc)]
     results = await call()

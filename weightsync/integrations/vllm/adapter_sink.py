@@ -32,11 +32,12 @@ _START = "start it with --enable-lora (enable_lora=True), and --max-lora-rank of
 class WorkerAdapters:
     """The adapters of one worker, by name, and the versions that it holds of each.
 
-    `manager` is vLLM's LoRA manager of the worker. Raises ConfigError for an engine without LoRA,
-    or with LoRA in the vision tower, whose cached images do not tell versions apart.
+    They can be sets with `base`, the receiver of the worker's model. Raises ConfigError for an
+    engine without LoRA, or with LoRA in the vision tower, whose cached images do not tell versions
+    apart.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, base: WeightReceiver) -> None:
         manager = getattr(runner, "lora_manager", None)
         if manager is None:
             raise ConfigError(f"this vLLM was started without LoRA and takes no adapter; {_START}")
@@ -46,6 +47,7 @@ class WorkerAdapters:
                 "name of an adapter alone, so that a new version would use those of the one before"
             )
         self._manager = manager
+        self._base = base
         self._receivers: dict[str, WeightReceiver] = {}
         self._held: dict[str, Held] = {}
         self._current: dict[str, str] = {}
@@ -65,7 +67,9 @@ class WorkerAdapters:
             def commit(version: int) -> None:
                 self._commit(name, version, sink.take())
 
-            self._receivers[name] = WeightReceiver(sink, apply="staged", on_commit=commit)
+            self._receivers[name] = WeightReceiver(
+                sink, apply="staged", on_commit=commit, beside=self._base
+            )
         return self._receivers[name]
 
     def unload(self, name: str) -> None:

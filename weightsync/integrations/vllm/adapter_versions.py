@@ -176,18 +176,20 @@ def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
     if sent is None:
         return call(str(text))
     try:
-        name, versions = adapter_of(sent.below), _versions_of(engine)
+        names = {path: adapter_of(path) for path in sent.adapters}
+        versions = _versions_of(engine)
     except ConfigError as exc:
         return [vllm_rpc.encode_refusal(exc)]
     if sent.unload:
-        versions.unloaded(name)
+        versions.unloaded(names[sent.below])
     requests = [request.lora_request for request in engine.scheduler.requests.values()]
     running = {given.lora_path for given in requests if given is not None and is_ours(given)}
     kept = versions.keep(running)
     results = call(vllm_rpc.encode_round(msgspec.structs.replace(sent, kept=kept)))
     if isinstance(results, list) and not any(map(vllm_rpc.is_refusal, results)):
-        if not sent.unload:
-            versions.answered(name, [result["versions"] for result in results])
+        for path, name in () if sent.unload else names.items():
+            answers = [result["parts"][path] if sent.parts else result for result in results]
+            versions.answered(name, [answer["versions"] for answer in answers])
         for result in results:
             result[SERVED] = versions.served
     return results

@@ -103,7 +103,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
                 WorkerAdapters,
             )
 
-            self._adapters = WorkerAdapters(worker.model_runner)
+            self._adapters = WorkerAdapters(worker.model_runner, self.receiver)
         return self._adapters
 
     def _handle(self, request: Request) -> None:
@@ -167,8 +167,11 @@ def _answer_call(worker: Any, text: str) -> dict[str, Any]:
         rank, world = _place(engine.vllm_config)
         if round_.below:
             return _answer_adapter(round_, engine, engine.adapters(worker), rank=rank, world=world)
+        parts = _parts_of(round_, engine.adapters(worker)) if round_.parts else {}
         answer = partial(engine.answer, worker)
-        return rpc.answer_round(round_, engine.receiver, answer, rank=rank, world=world)
+        return rpc.answer_round(
+            round_, engine.receiver, answer, rank=rank, world=world, parts=parts
+        )
     except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
         return rpc.encode_refusal(exc)
 
@@ -177,27 +180,46 @@ def _answer_adapter(
     round_: rpc.Round, engine: WeightsyncEngine, adapters: WorkerAdapters, *, rank: int, world: int
 ) -> dict[str, Any]:
     """Answer a round to the receiver of an adapter, in one worker."""
-    name, kept = adapter_of(round_.below), round_.kept
-    if kept is None:
+    if round_.unload:
+        adapters.unload(adapter_of(round_.below))
+        adapters.prune(_kept_of(round_))
+        return rpc.answer_round(
+            round_, engine.receiver, engine.receiver.dispatch, rank=rank, world=world
+        )
+    (part,) = _parts_of(round_, adapters).values()
+    return rpc.answer_round(
+        round_,
+        part.receiver,
+        part.receiver.dispatch,
+        rank=rank,
+        world=world,
+        versions=part.versions,
+    )
+
+
+def _parts_of(round_: rpc.Round, adapters: WorkerAdapters) -> dict[str, rpc.Part]:
+    """Return the receivers of a round's adapters, by their paths."""
+    kept = _kept_of(round_)
+
+    def versions(name: str) -> list[str]:
+        adapters.prune(kept)
+        return adapters.versions(name)
+
+    names = {path: adapter_of(path) for path in round_.adapters}
+    return {
+        path: rpc.Part(adapters.receiver(name), partial(versions, name))
+        for path, name in names.items()
+    }
+
+
+def _kept_of(round_: rpc.Round) -> list[str]:
+    """Return the versions that are kept. Raises ConfigError where no engine of ours told them."""
+    if round_.kept is None:
         raise ConfigError(
             "the engine of this vLLM does not tell which versions of adapters its requests use: "
             "the plug-in of weightsync does not know this version of vLLM, or was not loaded"
         )
-    if round_.unload:
-        adapters.unload(name)
-        adapters.prune(kept)
-        return rpc.answer_round(
-            round_, engine.receiver, engine.receiver.dispatch, rank=rank, world=world
-        )
-
-    def versions() -> list[str]:
-        adapters.prune(kept)
-        return adapters.versions(name)
-
-    receiver = adapters.receiver(name)
-    return rpc.answer_round(
-        round_, receiver, receiver.dispatch, rank=rank, world=world, versions=versions
-    )
+    return round_.kept
 
 
 def _place(vllm_config: Any) -> tuple[int, int]:

@@ -7,7 +7,8 @@ its queues, and each later call returns the answers of the call before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from weightsync.errors import ProtocolError
 from weightsync.receiver import WeightReceiver
 from weightsync.wire import codec, problem
-from weightsync.wire.messages import Reply, Request
+from weightsync.wire.messages import FinishRequest, Reply, Request
 from weightsync.wire.struct_types import prepare
 
 METHOD = "weightsync"
@@ -44,6 +45,9 @@ class Round(
     `below` is the path of an adapter, to whose receivers the calls go; with `unload` the adapter is
     removed. `kept` are the versions of all adapters that workers keep: the engine sets it, which
     knows what its requests use. None: no engine of ours passed this round on.
+
+    `parts` are the finishes of the other parts of a set, by the path of each adapter and by rank.
+    A worker commits them together with its own call, or none of them.
     """
 
     nonce: str
@@ -54,6 +58,12 @@ class Round(
     below: str = ""
     unload: bool = False
     kept: list[str] | None = None
+    parts: dict[str, dict[int, Call]] = {}
+
+    @property
+    def adapters(self) -> list[str]:
+        """The paths of the adapters to whose receivers this round has calls."""
+        return [self.below] if self.below else list(self.parts)
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +72,8 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     `may_generate`: its weights are one whole version. `sender_lives` answers `watched`. `paused`:
     generation was paused before this round. `held`: by a sender's pause, which the sender of this
     round may end. The engine's PauseGuard sets both; without a guard `paused` is None. `versions`:
-    those that this worker holds of an adapter, by vLLM's path of each, the newest last.
+    those that this worker holds of an adapter, by vLLM's path of each, the newest last. `parts` are
+    the answers of a round's parts, by their paths.
     """
 
     nonce: str
@@ -78,6 +89,15 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     reply: str | None = None
     problem: str | None = None
     versions: list[str] = []
+    parts: dict[str, WorkerAnswer] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The receiver of an adapter in a worker; `versions` returns those that are held of it."""
+
+    receiver: WeightReceiver
+    versions: Callable[[], list[str]]
 
 
 def lacks_engine(text: str) -> bool:
@@ -102,7 +122,7 @@ def decode_round(text: object) -> Round:
 
 
 def find_adapter_round(text: object) -> Round | None:
-    """Return the round in a text if it is one to the receivers of an adapter; None for others.
+    """Return the round in a text if it is one to the receivers of adapters; None for others.
 
     Also for what is no round: every worker has to answer that, or vLLM is out of step.
     """
@@ -110,7 +130,7 @@ def find_adapter_round(text: object) -> Round | None:
         found = decode_round(text)
     except ProtocolError:
         return None
-    return found if found.below else None
+    return found if found.adapters else None
 
 
 def answer_round(
@@ -121,11 +141,22 @@ def answer_round(
     rank: int,
     world: int,
     versions: Callable[[], list[str]] = list,
+    parts: Mapping[str, Part] | None = None,
 ) -> dict[str, Any]:
     """Answer a round in one worker, whose request `handle` handles; return plain data.
 
-    An error of the request is part of the answer. `versions` is called after the request.
+    An error of the request is part of the answer. `versions` is called after the request. `parts`
+    are the receivers of the round's parts, by their paths; raises ProtocolError for a part's call
+    that is no finish.
     """
+    parts = parts or {}
+    for path, part in parts.items():
+        of_part = sent.parts[path].get(rank)
+        if of_part is not None:
+            finish = codec.decode_request(of_part.call, of_part.body.encode())
+            if not isinstance(finish, FinishRequest):
+                raise ProtocolError(f"{path}: a part of a set has a {of_part.call}, not a finish")
+            part.receiver.announce_finish(finish)
     call, reply, wrong = sent.calls.get(rank), None, None
     if call is not None:
         try:
@@ -148,6 +179,15 @@ def answer_round(
         versions=versions(),
     )
     plain: dict[str, Any] = msgspec.to_builtins(answer)
+    for path, part in parts.items():  # committed with the call above, if there was one
+        plain["parts"][path] = answer_round(
+            Round(nonce=sent.nonce, calls=sent.parts[path]),
+            part.receiver,
+            part.receiver.dispatch,
+            rank=rank,
+            world=world,
+            versions=part.versions,
+        )
     return plain
 
 

@@ -7,7 +7,7 @@ import enum
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from weightsync.integrations.engine_control import EngineControl, engine_url, re
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.rpc import Call, Round, WorkerAnswer
 from weightsync.transports.base import BaseTransport
+from weightsync.update.sets import parts_of
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import (
     CALL_OF,
@@ -141,6 +142,7 @@ _GATHER_UPDATE_S = 10.0
 later: the workers read one ring together, and the server takes one call at a time. On a machine
 whose processors are all taken they may come seconds apart."""
 _MEND_S = 10.0
+_NO_PARTS: Mapping[str, Mapping[int, Request]] = {}
 
 
 class VllmControl(Protocol):
@@ -209,6 +211,7 @@ class VllmServer:
         self.workers = len(self._answers)
         self._gathered = threading.Condition()
         self._gatherings: dict[type[Request], _Gathering] = {}
+        self._began: str | None = None
         self._server = threading.RLock()
         self._hold = _Hold.NONE
         self._owes_reset = False
@@ -217,6 +220,9 @@ class VllmServer:
     def call(self, rank: int, request: Request, *, timeout_s: float) -> WorkerAnswer:
         """Send one worker's request in a round with those of the others; return its answer."""
         kind = type(request)
+        if isinstance(request, UpdateRequest | StartRequest):
+            self._began = request.update_id
+        of_set = self._of_set(request)
         with self._gathered:
             gathering = self._gatherings.get(kind)
             if gathering is None or rank in gathering.requests:
@@ -226,16 +232,30 @@ class VllmServer:
             leads = len(requests) == 1
             self._gathered.notify_all()
             if leads:  # the other workers' requests nearly always come at the same time
-                wait_s = _GATHER_UPDATE_S if isinstance(request, UpdateRequest) else _GATHER_S
+                long = of_set or isinstance(request, UpdateRequest)
+                wait_s = _GATHER_UPDATE_S if long else _GATHER_S
                 self._gathered.wait_for(lambda: len(requests) == self.workers, wait_s)
                 if self._gatherings.get(kind) is gathering:
                     del self._gatherings[kind]  # later requests are of another round
-        if leads:
+        if leads and of_set:
+            _finish_together(of_set, self, gathering, timeout_s)
+        elif leads:
             try:
-                gathering.answers.set_result(self._run(dict(sorted(requests.items())), timeout_s))
+                gathering.answers.set_result(self._run(gathering.by_rank, timeout_s))
             except BaseException as exc:  # noqa: BLE001  # raised below, in every thread
                 gathering.answers.set_exception(exc)
         return self._answer(gathering, rank, 2 * (timeout_s + _GATHER_UPDATE_S))
+
+    def _of_set(self, request: Request) -> str:
+        """Return the id of the update where this finish comes with those of other parts; else "".
+
+        A sender that goes on for a dead one did not begin the update, and finishes its part alone.
+        So does one that repeats a finish which the workers have answered: they have decided.
+        """
+        if not isinstance(request, FinishRequest) or request.update_id is None:
+            return ""
+        of_set = parts_of(request.update_id) > 1 and request.update_id == self._began
+        return request.update_id if of_set else ""
 
     @staticmethod
     def _answer(gathering: _Gathering, rank: int, timeout_s: float) -> WorkerAnswer:
@@ -331,14 +351,38 @@ class VllmServer:
             self._resume_where_whole(timeout_s)
         return answers
 
+    def finish_parts(
+        self, parts: dict[str, dict[int, Request]], timeout_s: float
+    ) -> dict[str, dict[int, WorkerAnswer]]:
+        """Send the finishes of a set's parts, by their paths, in one round; return the answers.
+
+        By the server of the model where that is one of the parts: generation is paused meanwhile.
+        """
+        own, others = parts.get("", {}), {path: each for path, each in parts.items() if path}
+        if len(parts) == 1:
+            return {self.below: self._run(own or others[self.below], timeout_s)}
+        first = next(iter(own.values()), None)
+        if isinstance(first, FinishRequest):
+            answers = self._finish(own, first, timeout_s, others)
+        else:
+            answers = self._send({}, timeout_s, others)
+        of_parts = {
+            path: {rank: answer.parts[path] for rank, answer in answers.items()} for path in others
+        }
+        return {"": answers, **of_parts}
+
     def _finish(
-        self, requests: dict[int, Request], first: FinishRequest, timeout_s: float
+        self,
+        requests: dict[int, Request],
+        first: FinishRequest,
+        timeout_s: float,
+        parts: Mapping[str, Mapping[int, Request]] = _NO_PARTS,
     ) -> dict[int, WorkerAnswer]:
         try:
             self._pause(requests, timeout_s)
             # Even if the call fails: the workers may have put the new weights into use.
             self._owes_reset = self._owes_reset or first.clear_cache
-            answers = self._send(requests, timeout_s)
+            answers = self._send(requests, timeout_s, parts)
             if not self._failed(answers) and vllm_rpc.one_version(self._answers):
                 self._reset_if_owed(timeout_s)
                 version = first.weight_version or str(self._answers[0].version)
@@ -460,24 +504,31 @@ class VllmServer:
     def _failed(answers: dict[int, WorkerAnswer]) -> bool:
         return any(answer.problem is not None for answer in answers.values())
 
-    def _send(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
-        self._answers = self._run_round(requests, timeout_s=timeout_s)
+    def _send(
+        self,
+        requests: dict[int, Request],
+        timeout_s: float,
+        parts: Mapping[str, Mapping[int, Request]] = _NO_PARTS,
+    ) -> dict[int, WorkerAnswer]:
+        self._answers = self._run_round(requests, timeout_s=timeout_s, parts=parts)
         return {answer.rank: answer for answer in self._answers}
 
     def _run_round(
-        self, requests: dict[int, Request], *, timeout_s: float, holds: dict[int, str] | None = None
+        self,
+        requests: dict[int, Request],
+        *,
+        timeout_s: float,
+        holds: dict[int, str] | None = None,
+        parts: Mapping[str, Mapping[int, Request]] = _NO_PARTS,
     ) -> list[WorkerAnswer]:
-        calls = {
-            rank: Call(call=CALL_OF[type(request)], body=codec.encode(request).decode())
-            for rank, request in requests.items()
-        }
         return self._exchange(
             Round(
                 nonce=secrets.token_hex(8),
-                calls=calls,
+                calls=_calls(requests),
                 owner=self._owner,
                 holds=holds,
-                below=self.below,
+                below="" if parts else self.below,
+                parts={path: _calls(of_part) for path, of_part in parts.items()},
             ),
             timeout_s,
         )
@@ -520,6 +571,61 @@ class _Gathering:
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
         self.answers: Future[dict[int, WorkerAnswer]] = Future()
+
+    @property
+    def by_rank(self) -> dict[int, Request]:
+        """The requests, in the order of the ranks."""
+        return dict(sorted(self.requests.items()))
+
+
+def _calls(requests: Mapping[int, Request]) -> dict[int, Call]:
+    return {
+        rank: Call(call=CALL_OF[type(request)], body=codec.encode(request).decode())
+        for rank, request in requests.items()
+    }
+
+
+_Meeting = dict[str, tuple[VllmServer, _Gathering]]
+_meetings: dict[tuple[str, str], _Meeting] = {}
+"""The parts of sets that wait for others, by the server's name and the update's id: in this process
+are the senders of all parts of a set."""
+_met = threading.Condition()
+
+
+def _finish_together(
+    update_id: str, server: VllmServer, gathering: _Gathering, timeout_s: float
+) -> None:
+    """Send the finishes of a set's parts to one server in one round, and set what comes of them.
+
+    A worker handles one round at a time, and would wait in the first for the others. The thread of
+    the part that comes last sends them. Where one does not come, the others are sent by themselves:
+    the workers answer what became of the set, and commit no part alone.
+    """
+    key = server.control.target, update_id
+    with _met:
+        meeting = _meetings.setdefault(key, {})
+        meeting[server.below] = server, gathering
+        if len(meeting) == parts_of(update_id):
+            del _meetings[key]
+            _met.notify_all()
+        elif _met.wait_for(lambda: _meetings.get(key) is not meeting, _GATHER_UPDATE_S):
+            return  # another thread sends this part, too
+        else:
+            del meeting[server.below]
+            if not meeting:
+                del _meetings[key]
+            meeting = {server.below: (server, gathering)}
+    leader, _ = meeting.get("", (server, gathering))
+    try:
+        requests = {path: of_part.by_rank for path, (_, of_part) in meeting.items()}
+        answers = leader.finish_parts(requests, timeout_s)
+        for path, (each, of_part) in meeting.items():
+            each._began = None
+            of_part.answers.set_result(answers[path])
+    except BaseException as exc:  # noqa: BLE001  # raised in every thread that waits for an answer
+        for _, of_part in meeting.values():
+            if not of_part.answers.done():
+                of_part.answers.set_exception(exc)
 
 
 class VllmWorkerTransport(BaseTransport):

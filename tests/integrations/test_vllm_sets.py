@@ -1,0 +1,184 @@
+"""Sets on a vLLM server: base and adapters commit in one round, in each worker both or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync as ws
+from tests.integrations.vllm_workers import Endpoints, Workers
+from weightsync.integrations.vllm import rpc
+from weightsync.integrations.vllm import server as vllm_server
+from weightsync.wire.messages import FinishRequest
+
+PATH = "adapters/policy"
+
+
+class SetOfWorkers:
+    """A server of two workers, of which each has a receiver below that of its model."""
+
+    def __init__(self, url: str, workers: Workers) -> None:
+        self.url = f"vllm+{url}"
+        self.workers = workers
+        self.parts = [torch.nn.Linear(8, 8) for _ in workers.models]
+        workers.below[PATH] = [
+            ws.WeightReceiver(part, beside=base)
+            for part, base in zip(self.parts, workers.receivers, strict=True)
+        ]
+        self.base, self.part = torch.nn.Linear(40, 40), torch.nn.Linear(8, 8)
+
+    def connect(self) -> ws.SetSender:
+        return ws.connect_set({"": self.base, PATH: self.part}, to=self.url, timeout_s=5)
+
+    def train(self) -> None:
+        for model in (self.base, self.part):
+            torch.nn.init.normal_(model.weight)
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Those of the model and of the part, in each worker."""
+        both = zip(self.workers.receivers, self.workers.below[PATH], strict=True)
+        return [(base.version, part.version) for base, part in both]
+
+    def holds(self) -> list[tuple[bool, bool]]:
+        """Whether each worker has the trainer's weights of the model, and of the part."""
+        return [
+            (torch.equal(base.weight, self.base.weight), torch.equal(part.weight, self.part.weight))
+            for base, part in zip(self.workers.models, self.parts, strict=True)
+        ]
+
+
+@pytest.fixture
+def served(shm_clean: None) -> Iterator[SetOfWorkers]:
+    workers = Workers(2)
+    endpoints = Endpoints(workers)
+    yield SetOfWorkers(endpoints.url, workers)
+    endpoints.close()
+    workers.end()
+
+
+class Rounds:
+    """The finishes that came to the workers: which parts each round had, and what it left."""
+
+    def __init__(self, served: SetOfWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parts: list[set[str]] = []
+        self.versions: list[list[tuple[int, int]]] = []
+        handle = served.workers.rpc
+
+        def note(text: str, *, timeout_s: float) -> object:
+            round_ = rpc.decode_round(text)
+            calls = {round_.below: round_.calls, **round_.parts}
+            found = {
+                path
+                for path, each in calls.items()
+                if any(call.call == "finish_weight_update" for call in each.values())
+            }
+            answers = handle(text, timeout_s=timeout_s)
+            if found:
+                self.parts.append(found)
+                self.versions.append(served.versions())
+            return answers
+
+        monkeypatch.setattr(served.workers, "rpc", note)
+
+
+@pytest.fixture
+def rounds(served: SetOfWorkers, monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    return Rounds(served, monkeypatch)
+
+
+def test_both_parts_commit_in_one_round_while_generation_is_paused(
+    served: SetOfWorkers, rounds: Rounds
+) -> None:
+    with served.connect() as sender:
+        for _ in range(3):
+            served.train()
+            served.workers.log.clear()
+            reports = sender.send_weights()
+            log = served.workers.log
+            finish = log.index("rpc finish_weight_update")
+            assert log.index("pause keep") < finish < log.index("resume")
+            assert {report.version for report in reports} == {sender.version}
+            assert served.versions() == [(sender.version, sender.version)] * 2
+            assert served.holds() == [(True, True)] * 2
+    assert rounds.parts == [{"", PATH}] * 3
+    assert not served.workers.paused
+
+
+def test_two_parts_without_the_model_need_no_pause(served: SetOfWorkers, rounds: Rounds) -> None:
+    workers, other = served.workers, torch.nn.Linear(8, 8)
+    workers.below["adapters/other"] = [
+        ws.WeightReceiver(torch.nn.Linear(8, 8), beside=base) for base in workers.receivers
+    ]
+    sources = {PATH: served.part, "adapters/other": other}
+    with ws.connect_set(sources, to=served.url, timeout_s=5) as sender:
+        served.train()
+        sender.send_weights()
+    assert rounds.parts == [{PATH, "adapters/other"}]
+    assert [part for _, part in served.holds()] == [True, True]
+    assert served.versions() == [(0, 1), (0, 1)]
+    assert "pause keep" not in workers.log
+
+
+def test_a_worker_that_cannot_commit_commits_none_and_gets_both_again(
+    served: SetOfWorkers, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has committed both; nothing is generated before the models agree."""
+    monkeypatch.setattr(vllm_server, "_GATHER_UPDATE_S", 1.0)  # that worker is sent to alone
+    resumed: list[set[int]] = []
+    with served.connect() as sender:
+        served.train()
+        sender.send_weights()
+        sink: Any = served.workers.receivers[1].sink
+
+        def fail(_: Any) -> None:
+            del sink.commit_all
+            raise RuntimeError("no more memory")
+
+        sink.commit_all = fail
+        served.workers.heard["resume"] = lambda: resumed.append({b for b, _ in served.versions()})
+        served.train()
+        sender.send_weights()
+        assert rounds.versions[1] == [(2, 2), (1, 1)]
+        assert resumed == [{2}]
+        assert served.versions() == [(2, 2)] * 2
+        assert served.holds() == [(True, True)] * 2
+    assert not served.workers.paused
+
+
+def test_a_finish_that_comes_without_the_others_commits_nothing(
+    served: SetOfWorkers, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "_GATHER_UPDATE_S", 0.3)
+    call = vllm_server.VllmServer.call
+    lost: list[int] = []
+
+    def without_one(
+        self: vllm_server.VllmServer, rank: int, request: Any, *, timeout_s: float
+    ) -> Any:
+        if isinstance(request, FinishRequest) and self.below and len(lost) < 2:
+            lost.append(rank)
+            raise ws.ConfigError("this one is lost")
+        return call(self, rank, request, timeout_s=timeout_s)
+
+    with served.connect() as sender:
+        served.train()
+        sender.send_weights()
+        monkeypatch.setattr(vllm_server.VllmServer, "call", without_one)
+        served.train()
+        sender.send_weights()  # which sends the set again
+        assert served.holds() == [(True, True)] * 2
+    assert sorted(lost) == [0, 1]
+    assert rounds.versions[1] == [(1, 1)] * 2
+    assert all(base == part for each in rounds.versions for base, part in each)
+    assert rounds.parts[1] == {""}
+    assert rounds.parts[-1] == {"", PATH}
+    assert not served.workers.paused
+
+
+def test_receivers_that_are_not_beside_the_model_are_refused(served: SetOfWorkers) -> None:
+    served.workers.below[PATH] = [ws.WeightReceiver(part) for part in served.parts]
+    with pytest.raises(ws.ConfigError, match="are not receivers of one set"):
+        served.connect()
