@@ -18,7 +18,7 @@ import torch
 
 from tests.vllm.tiny import LARGEST_DIFFERENCE, PROMPT, TOKENS, expected, largest_difference
 
-READY_S = 240.0
+READY_S = 480.0
 ANSWER_S = 60.0
 _NOT_INHERITED = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",

@@ -61,7 +61,6 @@ def test_a_server_is_equal_to_a_cold_one_after_each_update(
     assert found["equal"] is True
     assert [step["checkpoint"] for step in found["steps"]] == ["B", "A", "B", "A"]
     assert all(step["checked"] > 10 for step in found["steps"])
-    assert took < 180
     checked = found["steps"][0]["checked"]
     print(f"{name}, {workers}: {checked} tensors, {len(PROMPTS)} prompts, {took:.0f} s")
 
