@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.vllm.test_trl import ROOT
+from tests.vllm.grpo import ROOT
 
 pytestmark = pytest.mark.timeout(400)
 

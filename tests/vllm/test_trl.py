@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import weightsync as ws
+from tests.vllm.grpo import PROMPTS, assert_rolls_out, make_folder, run_example, trainer_of
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import make_model
 from weightsync.integrations.trl_rollouts import ServedRollouts
-
-ROOT = Path(__file__).parents[2]
-PROMPTS = ["1 2 3", "7 7 7"]
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    make_model(made, tied=True)
-    tokenizer = AutoTokenizer.from_pretrained(made)
-    tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
-    tokenizer.save_pretrained(made)
-    return made
+    return make_folder(tmp_path_factory.mktemp("model"), tied=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +31,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def trainer(folder: Path) -> Any:
-    """What a GRPOTrainer has that a rollout function asks for."""
-    return SimpleNamespace(
-        use_vllm=False,
-        top_k=None,
-        min_p=None,
-        repetition_penalty=1.0,
-        tools=None,
-        temperature=1.0,
-        top_p=1.0,
-        max_completion_length=6,
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        args=SimpleNamespace(seed=0, generation_kwargs=None),
-        accelerator=SimpleNamespace(process_index=0),
-        state=SimpleNamespace(global_step=0),
-    )
+    return trainer_of(folder)
 
 
 @pytest.fixture
@@ -80,19 +53,10 @@ def test_logprobs_are_those_of_the_weights_that_were_sent(connected: Any, traine
         for parameter in model.parameters():
             parameter.mul_(1.5)
     version = sender.send_weights().version
-    found = rollouts([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, trainer)
+    assert_rolls_out(rollouts, trainer, model, version)
+    assert set(rollouts.made_by) == {version}
     trainer.temperature = 0.5
     assert rollouts([PROMPTS[0]], trainer)["logprobs"] is None
-    assert found["weight_versions"] == [[version]] * 6
-    assert found["prompt_version"] == [version] * 6
-    assert set(rollouts.made_by) == {version}
-    assert len({tuple(ids) for ids in found["completion_ids"]}) > 1
-    for prompt, made, scored in zip(
-        found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True
-    ):
-        logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
-        own = torch.log_softmax(logits, dim=-1)[range(len(made)), made]
-        assert own.tolist() == pytest.approx(scored, abs=1e-4)
 
 
 def test_an_update_meanwhile_leaves_both_versions(connected: Any, trainer: Any) -> None:
@@ -120,18 +84,7 @@ def test_the_wrong_kind_of_url_is_named(served: Served, trainer: Any) -> None:
 
 
 def test_the_example(served: Served, folder: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, ROOT / "examples/trl_grpo_vllm.py", folder, served.url],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    first, second, third = re.findall(r"then version (\d+)", ended.stdout)
-    before = int(first) - 1  # of the start
-    assert (int(second), int(third)) == (before + 2, before + 3)
-    made = re.findall(r"version (\d+): (\d+) tokens", ended.stdout.splitlines()[-1])
-    assert [int(version) for version, _ in made] == [before, before + 1, before + 2]
-    assert all(int(tokens) > 0 for _, tokens in made)
+    after, made_by, _ = run_example(folder, served.url)
+    start = after[0] - 1
+    assert after == [start + 1, start + 2, start + 3]
+    assert made_by == [start, start + 1, start + 2]

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 import weightsync as ws
 from tests.integrations.tiny_trl import grpo, lower, prompts
 from tests.vllm.adapted import adapt, adapter_nbytes, assert_serves, train
+from tests.vllm.grpo import PROMPTS, assert_rolls_out, make_folder, run_example, trainer_of
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.test_migrating import DOCS
-from tests.vllm.test_trl import PROMPTS, ROOT, trainer
 from tests.vllm.tiny import expected, make_model
 from weightsync.integrations.adapters import unload_adapter
 from weightsync.integrations.trl_rollouts import ServedRollouts
-
-__all__ = ["trainer"]
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -39,12 +33,7 @@ OPTIONS = {"--enable-lora": "", "--max-loras": "2", "--max-lora-rank": "8"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    make_model(made, tied=False)
-    tokenizer = AutoTokenizer.from_pretrained(made)
-    tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
-    tokenizer.save_pretrained(made)
-    return made
+    return make_folder(tmp_path_factory.mktemp("model"), tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +41,11 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     log = tmp_path_factory.mktemp("log") / "server.log"
     with vllm_server(folder, log, options=OPTIONS) as made:
         yield made
+
+
+@pytest.fixture
+def trainer(folder: Path) -> Any:
+    return trainer_of(folder)
 
 
 class Connected:
@@ -83,16 +77,7 @@ def test_logprobs_are_those_of_the_adapter_that_was_sent(
 ) -> None:
     for seed in (1, 2):
         version = connected.update(seed)
-        found = connected.rollouts([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, trainer)
-        assert found["weight_versions"] == [[version]] * 6
-        assert found["prompt_version"] == [version] * 6
-        assert len({tuple(ids) for ids in found["completion_ids"]}) > 1
-        for prompt, made, scored in zip(
-            found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True
-        ):
-            logits = connected.model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
-            own = torch.log_softmax(logits, dim=-1)[range(len(made)), made]
-            assert own.tolist() == pytest.approx(scored, abs=1e-4)
+        assert_rolls_out(connected.rollouts, trainer, connected.model, version)
     assert set(connected.rollouts.made_by) == {version - 1, version}
 
 
@@ -127,21 +112,9 @@ def test_the_example_moves_the_adapter_alone(served: Served, folder: Path, tmp_p
     plain = make_model(tmp_path, tied=False)
     base = expected(plain)
     model = adapt(copy.deepcopy(plain))
-    ended = subprocess.run(
-        [sys.executable, ROOT / "examples/trl_grpo_adapter.py", folder, served.url],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    *_, made, sent = ended.stdout.splitlines()
-    assert [int(v) for v in re.findall(r"then version (\d+)", ended.stdout)] == [2, 3, 4]
-    counts = re.findall(r"version (\d+): (\d+) tokens", made)
-    assert [int(version) for version, _ in counts] == [1, 2, 3]
-    assert all(int(tokens) > 0 for _, tokens in counts)
-    nbytes = int(re.findall(r"each update sent (\d+) bytes", sent)[0])
+    after, made_by, nbytes = run_example(folder, served.url, "--adapter", "policy")
+    assert after == [2, 3, 4]
+    assert made_by == [1, 2, 3]
     assert adapter_nbytes(model) < nbytes < 1.02 * adapter_nbytes(model)
     assert not served.is_paused
     with ws.connect(plain, to=served.url) as sender:
