@@ -6,7 +6,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 DTYPES = (
     torch.float64,
@@ -90,6 +94,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "equal": _equal,
     "rows": _rows,
     "wide": lambda: nn.ParameterDict({f"t{i}": torch.zeros(1 << 18) for i in range(16)}),
+    "squares": lambda: nn.ParameterDict({f"t{i}": torch.zeros(512, 512) for i in range(16)}),
     "pages": lambda: nn.ParameterDict({f"t{i}": torch.zeros(64, 64) for i in range(4)}),
     "decoder-bfloat16": lambda: _decoder().bfloat16(),
     "untied": lambda: nn.ModuleDict(
@@ -103,6 +108,25 @@ def make(name: str, seed: int = 0) -> nn.Module:
     model = MODELS[name]()
     fill(model, seed)
     return model
+
+
+def keep_columns(model: nn.Module, part: int, count: int) -> None:
+    """Make each parameter a DTensor that has part `part` of `count` of its columns.
+
+    In a process group of its own, which nothing is ever sent in.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=part, world_size=count, store=FakeStore())
+    mesh = init_device_mesh("cpu", (count,))
+    for name, parameter in list(model.named_parameters()):
+        columns = distribute_tensor(parameter.detach(), mesh, [Shard(1)], src_data_rank=None)
+        setattr(model, name, nn.Parameter(columns))
+
+
+def columns_of(model: nn.Module, part: int, count: int) -> dict[str, torch.Tensor]:
+    """Return what `keep_columns` keeps."""
+    state = model.state_dict().items()
+    return {name: tensor.chunk(count, 1)[part].contiguous() for name, tensor in state}
 
 
 def fill(model: nn.Module, seed: int) -> None:

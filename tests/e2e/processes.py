@@ -31,6 +31,7 @@ import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
 from tests.e2e import models, sabotage
 from tests.side_by_side import mount_own_shm
+from weightsync.weights.copying.shards import local_of
 from weightsync.wire.problem import Problem, encode_problem, from_problem, to_problem
 
 WAIT_S = 60.0
@@ -48,7 +49,10 @@ load_beforehand("tests.e2e.processes", "tests.e2e.trainers", "tests.e2e.serving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The settings of a receiver; its hook sleeps `delay_s` in every call."""
+    """The settings of a receiver; its hook sleeps `delay_s` in every call.
+
+    `shard` is (k, n): its module has the columns of part k of n, as DTensors.
+    """
 
     sink: Sink = "module"
     apply: Apply = "staged"
@@ -56,6 +60,7 @@ class Place:
     delay_s: float = 0.0
     lease_s: float = 20.0
     cast: bool = False
+    shard: tuple[int, int] | None = None
 
 
 class Remote:
@@ -260,6 +265,8 @@ class _Held:
 
     def __init__(self, place: Place) -> None:
         self.model = models.make(place.model)
+        if place.shard is not None:
+            models.keep_columns(self.model, *place.shard)
         self.got: dict[str, torch.Tensor] = {}
         self._place = place
         self._hindered: tuple[float, int] = (place.delay_s, 0)
@@ -282,6 +289,10 @@ class _Held:
 
     def digests(self, _: object) -> dict[str, str]:
         hooked = self._place.sink == "hook"
+        if self._place.shard is not None:
+            return models.digests(
+                (name, local_of(tensor)) for name, tensor in self.model.state_dict().items()
+            )
         return models.digests(self.got.items() if hooked else self.model)
 
     def fetch(self, argument: tuple[Sequence[str], dict[str, Any]]) -> object:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -132,15 +133,15 @@ def trainer(host: Host) -> Iterator[Trainer]:
 
 
 @contextmanager
-def ranks(*hosts: Host) -> Iterator[list[Trainer]]:
-    """A trainer with one rank on each of these hosts, joined by Gloo over their network."""
+def ranks(*hosts: Host, model: str = "plain") -> Iterator[list[Trainer]]:
+    """A trainer with a rank on each of these hosts, joined by Gloo over their network."""
     listener = hosts[0].call(lambda: _listener(socket.AF_INET, hosts[0].address, 0))
     port = listener.getsockname()[1]
     listener.close()
-    with trainer(hosts[0]) as first, trainer(hosts[1]) as second:
-        made = [first, second]
+    with ExitStack() as stack:
+        made = [stack.enter_context(trainer(host)) for host in hosts]
         for rank, each in enumerate(made):
-            each.begin("join", rank, len(made), hosts[0].address, port)
+            each.begin("join", rank, len(made), hosts[0].address, port, model)
         for each in made:
             each.end()
         yield made
@@ -222,6 +223,13 @@ def on_two_networks(host: Host, moved: Host) -> Iterator[str]:
 def _ip(host: Host, command: str) -> None:
     space, _, _ = next(iter(host.ends()))
     space.tool(["ip", "-batch", "-"], [command])
+
+
+def sent_nbytes(host: Host) -> int:
+    """Bytes that the kernel counted on a host's way out."""
+    listed = host.run(["ip", "-s", "-j", "link"], timeout_s=10).stdout
+    links = [link for link in json.loads(listed) if "LOOPBACK" not in link["flags"]]
+    return sum(link["stats64"]["tx"]["bytes"] for link in links)
 
 
 def segments(host: Host) -> list[str]:
@@ -326,7 +334,7 @@ class _Work:
         self.model: nn.Module = self.twin
         self.sender: Any = None
 
-    def join(self, rank: int, size: int, address: str, port: int) -> None:
+    def join(self, rank: int, size: int, address: str, port: int, model: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
         dist.init_process_group(
             "gloo",
@@ -335,9 +343,9 @@ class _Work:
             world_size=size,
             timeout=timedelta(seconds=WAIT_S / 2),
         )
-        self.model = models.make("plain")
+        self.twin, self.model = models.make(model), models.make(model)
         mesh = init_device_mesh("cpu", (size,))
-        for layer in self.model.get_submodule("layers").children():
+        for layer in getattr(self.model, "layers", ()):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
@@ -396,7 +404,10 @@ class _Work:
     def targets(self) -> list[str]:
         return list(self.sender.targets)
 
-    def digests(self) -> dict[str, str]:
+    def digests(self, shard: tuple[int, int] | None = None) -> dict[str, str]:
+        """Digests of the weights, or of what `models.keep_columns` keeps of them."""
+        if shard is not None:
+            return models.digests(models.columns_of(self.twin, *shard).items())
         return models.digests(self.twin)
 
     def footprint(self) -> dict[str, int]:

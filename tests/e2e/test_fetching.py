@@ -13,7 +13,8 @@ import pytest
 import weightsync as ws
 from tests.e2e import models, processes
 from tests.e2e.processes import wait_until
-from tests.e2e.test_hosts_chain import MIDDLE_S, RATE, TIMEOUT_S, Chain, backends, sent_nbytes
+from tests.e2e.several_hosts import sent_nbytes
+from tests.e2e.test_hosts_chain import MIDDLE_S, RATE, TIMEOUT_S, Chain, backends
 from tests.e2e.test_hosts_faults import check_all_hold
 from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
 from weightsync.shm.segment import cleanup_stale
@@ -142,9 +143,9 @@ class TestOtherHosts:
         chain.receivers = present
         chain.connect()
         chain.trainer.send(seed=1)
-        before = sent_nbytes(chain.network)
+        before = sent_nbytes(chain.network.hosts[0])
         report = chain.trainer.do("call", "add", joining.url)
-        assert sent_nbytes(chain.network) - before < 0.02 * report.nbytes
+        assert sent_nbytes(chain.network.hosts[0]) - before < 0.02 * report.nbytes
         assert report.receivers[0].source in {remote.url for remote in present}
         assert report.path == "tcp"
         check_all_hold(chain.trainer, 1, [*present, joining])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote
-from tests.e2e.several_hosts import Trainer
+from tests.e2e.several_hosts import Trainer, sent_nbytes
 from tests.e2e.test_hosts_faults import check_all_hold
 from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
 from weightsync.shm.segment import cleanup_stale
@@ -87,12 +86,12 @@ def test_hosts_that_are_killed_cost_only_themselves(
     # Rings that hold more than connections buffer: else the sender is asked for the rest.
     chain.connect(backend=backend, num_buckets=32)
     chain.trainer.send(seed=1)
-    before = sent_nbytes(chain.network)
+    before = sent_nbytes(chain.network.hosts[0])
     chain.begin(2)
     for victim in victims:
         chain.hosts[victim].kill()
     report = chain.trainer.end()
-    sent = sent_nbytes(chain.network) - before
+    sent = sent_nbytes(chain.network.hosts[0]) - before
     assert list(report.dropped) == [chain.receivers[victim].url for victim in victims]
     assert report.version == 2
     assert sent < 1.3 * report.nbytes, "no other host starts again"
@@ -170,16 +169,9 @@ def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str, co
         chain = Chain(network, stack, count=count)
         chain.connect(backend=backend)
         chain.trainer.send(seed=1)
-        before = sent_nbytes(network)
+        before = sent_nbytes(network.hosts[0])
         report = chain.trainer.send(seed=2)
-        sent = sent_nbytes(network) - before
+        sent = sent_nbytes(network.hosts[0]) - before
         print(f"{backend}, {count} hosts: {sent / report.nbytes:.4f} x the model left the trainer")
         assert report.nbytes < sent < 1.02 * report.nbytes
         check_all_hold(chain.trainer, 2, chain.receivers)
-
-
-def sent_nbytes(network: HostNetwork) -> int:
-    """Bytes that the kernel counted on the trainer's way out."""
-    listed = network.hosts[0].run(["ip", "-s", "-j", "link"], timeout_s=10).stdout
-    links = [link for link in json.loads(listed) if "LOOPBACK" not in link["flags"]]
-    return sum(link["stats64"]["tx"]["bytes"] for link in links)

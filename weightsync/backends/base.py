@@ -65,7 +65,8 @@ class TransferOptions:
     """The transfer options that `connect` was given, and this rank's device.
 
     The backend chooses `packed` and the sizes that are None. `timeout_s` bounds every wait for
-    progress. `device` holds the source's tensors.
+    progress. `device` holds the source's tensors. Where each of several ranks sends a stream of its
+    own, `streams` is their number, and `turn` that of this rank's host among theirs, from 0.
     """
 
     packed: bool | None = None
@@ -74,6 +75,8 @@ class TransferOptions:
     adopt: bool = True
     timeout_s: float = 60.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    streams: int = 1
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +148,8 @@ class Reader(msgspec.Struct, frozen=True, kw_only=True):
     `index` identifies it, and is used once per engine. `target` is its name in messages. `route` is
     the target of its transport, and `local_address` the address of this host on that route, if the
     transport knows it. `keys` are its device keys. `facts` is the result of `endpoint` there.
+    `wants` are the tensors of the engine's source, by index, of which it loads a part; None where
+    it loads all, or where that is not known yet.
     """
 
     index: int
@@ -153,6 +158,7 @@ class Reader(msgspec.Struct, frozen=True, kw_only=True):
     route: str = ""
     local_address: str | None = None
     facts: Any = None
+    wants: list[int] | None = None
 
     @property
     def host(self) -> str:
@@ -504,6 +510,12 @@ class ReaderChanges:
     def base_readers(self, readers: Sequence[int]) -> list[int]:
         """Return the reader indices that this engine uses on its base engine for these readers."""
         return []
+
+    def expect_delta(self, *, follows: bool) -> None:
+        """Note whether a delta may follow the next update. Called before `begin`, if at all.
+
+        Then a reader with `wants` has to see all bytes, too.
+        """
 
     def unready(self, readers: Sequence[int]) -> list[int]:
         """Return those of these readers that need another handshake before the next update.

@@ -209,6 +209,12 @@ class RankStreamsEngine(WeightTransferEngine):
             },
         )
 
+    def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
+        """Load the one stream step by step; several are stepped through here."""
+        if self._layout is None:
+            return (yield from self._engines[0].receive_in_steps(update_info, context))
+        return self.receive_weights(update_info, context)
+
     def streams_in(self, memory: Memory) -> PlacedStreams | None:
         """Return where the boxes of each rank belong in a memory of the model."""
         if self._layout is None:

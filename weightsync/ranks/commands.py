@@ -41,10 +41,18 @@ class Open(Command, frozen=True, kw_only=True):
 
 
 class Connect(Command, frozen=True, kw_only=True):
-    """Begin the handshake of one backend with `readers`, or continue it with `replies`, by rank."""
+    """Begin the handshake of one backend with `readers`, or continue it with `replies`, by rank.
+
+    Before it begins, the engines of the other ranks learn what rank 0's knows: readers that were
+    `removed` since the last one, and all that are `using` the next update, where some of these are
+    not ready for it. `wants` has the boxes of a reader, by their place in those of Open.
+    """
 
     backend: str
     generation: int = 0
+    removed: list[int] = []
+    using: list[int] = []
+    wants: dict[int, int] = {}
     readers: dict[int, list[Reader]] = {}
     replies: dict[int, Replies] | None = None
     over: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 
 import msgspec
@@ -56,6 +57,7 @@ class StreamPlan:
     `streams` are those of all ranks, in their order. `gathered` are the tensors, with the reasons,
     that all ranks make together: rank 0 sends them. `held[r][i]` is the box of rank r that has box
     i of its stream: the same one, unless `cut` has cut it. Only boxes whose memory `stays` are cut.
+    `hosts[r]` is the number of rank r's host among those of the ranks.
     """
 
     streams: Sequence[RankStream] = ()
@@ -64,11 +66,13 @@ class StreamPlan:
     digest: str = ""
     held: Sequence[Sequence[Slice]] = ()
     stays: bool = True
+    hosts: Sequence[int] = ()
 
     def cut(self, wants: Sequence[WantsInfo]) -> StreamPlan:
         """Return the plan whose boxes are cut where these receivers' are: each reads its own.
 
-        What the same receivers want follows in a stream, so that no unit of it has more.
+        What the same receivers want follows in a stream, so that no unit of it has more. Ranks on
+        unlike hosts begin with what unlike receivers want: all of their links work at once.
         """
         if not (wants and self.streams and self.stays):
             return self
@@ -89,7 +93,8 @@ class StreamPlan:
                 if key not in known:
                     known[key] = _cut(box, boxes)
                 parts += ((sorted(part[1]), index, part, holder) for part in known[key])
-            parts.sort(key=lambda one: (one[0], one[1]))
+            first = self.hosts[stream.rank] * len(wants) // (max(self.hosts) + 1)
+            parts.sort(key=partial(_turned, first=first, count=len(wants)))
             indices = [index for _, index, _, _ in parts]
             cut = [part[0] for *_, part, _ in parts]
             streams.append(RankStream(stream.rank, model, indices, cut))
@@ -100,6 +105,14 @@ class StreamPlan:
 
 
 _Part = tuple[Slice, frozenset[int]]
+
+
+def _turned(
+    part: tuple[list[int], int, _Part, Slice], *, first: int, count: int
+) -> tuple[list[int], int]:
+    """Return the key by which parts are ordered: those of the receiver `first` come first."""
+    receivers, index, *_ = part
+    return sorted((i - first) % count for i in receivers), index
 
 
 def _cut(box: Slice, wants: Sequence[Sequence[Slice]]) -> list[_Part]:
@@ -118,8 +131,6 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
     for rank, one in enumerate(ranks):
         if one.why_not:
             return StreamPlan(why_not=f"rank {rank}: {one.why_not}")
-    if len({one.host for one in ranks}) > 1:
-        return StreamPlan(why_not="the trainer's ranks are on several hosts")
     held = [decode_holdings(one.held) for one in ranks]
     gathered = gathered_from(manifest, held)
     if gathered and not all(one.stays for one in ranks):
@@ -140,7 +151,15 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         streams.append(RankStream(rank, manifest, [i for i, _ in owned], [b for _, b in owned]))
     stays = all(one.stays for one in ranks)
     held_boxes = [stream.boxes for stream in streams]
-    return StreamPlan(streams, gathered, digest=plan.digest, held=held_boxes, stays=stays)
+    numbers: dict[str, int] = {}
+    return StreamPlan(
+        streams,
+        gathered,
+        digest=plan.digest,
+        held=held_boxes,
+        stays=stays,
+        hosts=[numbers.setdefault(one.host, len(numbers)) for one in ranks],
+    )
 
 
 def _owned(

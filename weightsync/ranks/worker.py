@@ -17,6 +17,7 @@ from weightsync.backends.base import (
     Backend,
     Handshake,
     HeldMemory,
+    Reader,
     ReaderChanges,
     ReaderWatch,
     Round,
@@ -84,7 +85,7 @@ from weightsync.shm.wait import Heartbeat
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.weights.copying.fingerprint import parts_of
 from weightsync.weights.copying.layout import StreamLayout
-from weightsync.weights.copying.rank_streams import RankStream
+from weightsync.weights.copying.rank_streams import RankStream, met_by, wants_of
 from weightsync.weights.copying.shards import Slice
 from weightsync.weights.deltas.change_log import ChangeLog
 from weightsync.weights.lines.memory import count_lines_of, why_no_kernels
@@ -152,6 +153,7 @@ class RankWorker:
         self._cuts: tuple[StreamPlan, list[WantsInfo], StreamPlan] | None = None
         self._stream: SourceOfUpdate | None = None
         self._own_boxes: RankStream | None = None
+        self._wants: list[WantsInfo] = []
         self._sums = False
         self._parts: dict[str, list[TensorPart]] = {}
         self._streamed: StreamSource | None = None
@@ -311,7 +313,7 @@ class RankWorker:
             for handshake in handshakes.values():
                 last.callback(handshake.close)
             self.sent.end_watch()
-            self._stream = self._streamed = None
+            self._stream = self._streamed = self._own_boxes = None
 
     def expect_finalizer(self) -> None:
         """Notify the engines that the garbage collector closes this worker next."""
@@ -335,6 +337,8 @@ class RankWorker:
             packed=command.packed,
             bucket_nbytes=command.bucket_nbytes,
             num_buckets=command.num_buckets,
+            streams=self._ranks.size if command.streams else 1,
+            turn=self.plan.hosts[self._ranks.rank] if command.streams else 0,
         )
         for name in sorted(command.paths, key=lambda name: bool(self.backend(name).requires)):
             path = command.paths[name].get(self._ranks.rank)
@@ -375,7 +379,7 @@ class RankWorker:
                 f"{command.streams}; connect again"
             )
         self.stream_lines = [count_lines_of(stream.manifest) for stream in plan.streams]
-        self._own_boxes = plan.streams[self._ranks.rank]
+        self._own_boxes, self._wants = plan.streams[self._ranks.rank], command.wants
         if self._snapshot is not None:
             return SourceOfUpdate(self._snapshot, None, self._check_finite)
         source = self._streamed = self._stream_source(plan)
@@ -403,7 +407,14 @@ class RankWorker:
         try:
             if command.replies is None and rank in command.readers:
                 self.end_handshake(name)
-                handshake = self.engines[name].handshake(command.readers[rank], command.generation)
+                if rank:
+                    changes = part(self.engines[name], ReaderChanges)
+                    for reader in command.removed:
+                        changes.remove_reader(reader)
+                    if command.using:
+                        changes.unready(command.using)
+                readers = self._with_wants(command.readers[rank], command.wants)
+                handshake = self.engines[name].handshake(readers, command.generation)
                 method = f"backend {name!r}: handshake()"
                 self._handshakes[name] = expect(handshake, Generator, f"{method} returned")
                 return CommandResult(round=_checked_round(name, next(handshake)))
@@ -417,6 +428,21 @@ class RankWorker:
         except StopIteration:
             self._handshakes.pop(name, None)
             return CommandResult()
+
+    def _with_wants(self, readers: Sequence[Reader], wants: Mapping[int, int]) -> list[Reader]:
+        """Return readers with what they want of this rank's stream."""
+        stream = self._own_boxes
+        if stream is None or not wants:
+            return list(readers)
+        met: dict[int, list[int]] = {}
+        for place in set(wants.values()):
+            met[place] = met_by(stream, wants_of(self._wants[place], stream.model, "a receiver"))
+        return [
+            structs.replace(reader, wants=met[wants[reader.index]])
+            if reader.index in wants
+            else reader
+            for reader in readers
+        ]
 
     def end_handshake(self, name: str) -> None:
         """End a handshake of this rank that is not complete, if there is one."""
@@ -685,6 +711,8 @@ class RankWorker:
                 readers = self.reading.get(name)
                 if readers:
                     verify = command.verify and update.verifies
+                    changes = part(self.engines[name], ReaderChanges)
+                    changes.expect_delta(follows=isinstance(update, RecordedUpdate))
                     payload = self.engines[name].begin(readers, verify=verify, source=source)
                     updates[name] = _checked_payload(name, payload, readers)
                 elif self._gathers_in(name, update, packed=False):

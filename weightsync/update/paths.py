@@ -6,9 +6,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -165,7 +165,7 @@ class PathSelector:
         unusable: Mapping[str, str],
     ) -> None:
         self._wants: list[WantsInfo] = []
-        self._spanning = ""
+        self._spanning: frozenset[str] = frozenset()
         self.why_gathered = ""
         self.seconds: dict[str, float] = {}
         self.unreported = False
@@ -180,6 +180,7 @@ class PathSelector:
         self._next_reader: dict[tuple[str, int], int] = {}
         self._manifest = manifest_to_wire(fleet.group.manifest)
         self._warned: set[Member] = set()
+        self._removed: dict[str, list[int]] = {}
 
     @property
     def layout(self) -> str:
@@ -188,8 +189,11 @@ class PathSelector:
         cut = options.packed, options.bucket_nbytes, options.num_buckets
         if self._spanning:
             digest = self._group.worker.cut_plan(self._wants).digest
-            return f"{digest} {sorted(self._paths[self._spanning].items())} {cut}"
-        return f"{sorted((name, sorted(by.items())) for name, by in self._paths.items())} {cut}"
+            return f"{digest} {self._listed_paths(self._spanning)} {cut}"
+        return f"{self._listed_paths(self._paths)} {cut}"
+
+    def _listed_paths(self, backends: Iterable[str]) -> str:
+        return str([(name, sorted(self._paths[name].items())) for name in sorted(backends)])
 
     def connect_all(self) -> None:
         """Connect every member by the cheapest path that works for it.
@@ -233,52 +237,58 @@ class PathSelector:
         self.why_gathered = group.worker.plan.why_not
         if self.why_gathered:
             return False
-        for backend in self._backends:
-            found = spanning_paths(members, group.rank_infos, backend)
+        refused: set[tuple[Member, str]] = set()
+        while True:
+            found = span_ranks(
+                members, group.rank_infos, self._backends, refused, ordered=self._ordered
+            )
             if isinstance(found, str):
                 self.why_gathered = self.why_gathered or found
-                continue
-            failed = self._open_spanning(members, backend.name, found)
+                break
+            failed = self._open_spanning(found)
             if not failed and self._note_wants(members):
                 self.withdraw()
-                failed = self._open_spanning(members, backend.name, found)
+                failed = self._open_spanning(found)
             if not failed:
-                group.sends_streams, self._spanning, self.why_gathered = True, backend.name, ""
+                group.sends_streams, self._spanning = True, frozenset(found)
+                self.why_gathered = ""
                 return True
             self.withdraw()
+            refused.update((answer.member, answer.member.backend) for answer in failed)
             self.why_gathered = f"{failed[0].member.target}: {failed[0].error}"
-            logger.warning("the ranks gather all tensors: %s", self.why_gathered)
+            logger.warning("the ranks do not send their own parts so: %s", self.why_gathered)
         for member in members:
             member.ranks = ()
         return False
 
-    def _open_spanning(
-        self, members: Sequence[Member], backend: str, paths: Mapping[int, Reach]
-    ) -> list[MemberReply]:
+    def _open_spanning(self, found: Mapping[str, Spanning]) -> list[MemberReply]:
         """Connect all members to the streams of all ranks; return the results that failed."""
-        for member in members:
-            member.skipped = {}
-            self._set_spanning(member, backend, paths)
+        members: list[Member] = []
+        for backend, spanning in found.items():
+            for member in spanning.members:
+                self._candidates(member)  # for the reasons against other paths
+                self._set_spanning(member, backend, spanning.paths)
+            members += spanning.members
         try:
-            self._open({}, streams={backend: paths})
+            self._open({}, streams={name: spanning.paths for name, spanning in found.items()})
             return _path_failures(self._connect(members))
         except BaseException:
             self.withdraw()
             raise
 
     def _note_wants(self, members: Sequence[Member]) -> bool:
-        """Note the boxes that members load; whether the boxes of the ranks are cut otherwise now.
+        """Note the boxes that members load; whether these are others than were known before.
 
-        Receivers of whole tensors have no part in that.
+        Then the boxes of the ranks are cut otherwise, and the engines get to know what each reader
+        wants. Receivers of whole tensors have no part in that.
         """
         listed: list[WantsInfo] = []
         for member in members:
             if member.wants is not None and member.wants not in listed:
                 listed.append(member.wants)
-        worker = self._group.worker
-        before, after = worker.cut_plan(self._wants).digest, worker.cut_plan(listed).digest
-        self._wants = listed  # only where they are boxes of these tensors
-        return before != after
+        self._group.worker.cut_plan(listed)  # raises unless they are boxes of these tensors
+        before, self._wants = self._wants, listed
+        return before != listed
 
     def _set_spanning(self, member: Member, backend: str, paths: Mapping[int, Reach]) -> None:
         """Have every rank send to a member. Its path is the most expensive one of all ranks."""
@@ -311,17 +321,19 @@ class PathSelector:
         raise _unavailable([member])
 
     def _extend_spanning(self, member: Member) -> bool:
-        """Connect a member to the streams of all ranks; False where the ranks have to gather."""
-        backend = self._backend(self._spanning)
-        found = spanning_paths([member], self._group.rank_infos, backend)
-        opened = self._paths[self._spanning]
-        most = backend.max_readers
-        full = most is not None and self._next_reader.get((backend.name, 0), 0) >= most
-        if isinstance(found, str) or full:
+        """Connect a member to the streams of all ranks; False where that needs other engines."""
+        found = span_ranks(
+            [member], self._group.rank_infos, self._backends, set(), ordered=self._ordered
+        )
+        if isinstance(found, str):
             return False
-        if {rank: reach.path for rank, reach in found.items()} != opened:
+        ((name, spanning),) = found.items()
+        if name not in self._spanning or self._is_full(name, 0):
             return False
-        self._set_spanning(member, backend.name, found)
+        if {rank: reach.path for rank, reach in spanning.paths.items()} != self._paths[name]:
+            return False
+        self._candidates(member)  # for the reasons against other paths
+        self._set_spanning(member, name, spanning.paths)
         try:
             self.offer([member])
         except _PATH_ERRORS as exc:
@@ -340,7 +352,7 @@ class PathSelector:
             lost = part(engine, ReaderChanges).unready([member.reader for member in of_rank])
             unready = [member for member in of_rank if member.reader in lost]
             if unready:
-                answers += self._handshake(name, unready)
+                answers += self._handshake(name, unready, [member.reader for member in of_rank])
         return answers
 
     def remove(self, member: Member) -> None:
@@ -348,6 +360,8 @@ class PathSelector:
         engine = self._group.worker.engines.get(member.backend)
         if engine is not None and member.rank == 0:
             part(engine, ReaderChanges).remove_reader(member.reader)
+            if member.ranks:  # the other ranks do so before their next handshake
+                self._removed.setdefault(member.backend, []).append(member.reader)
 
     def withdraw(
         self, members: Sequence[Member] | None = None, *, leaves: bool | None = None
@@ -371,7 +385,8 @@ class PathSelector:
             member.sender, member.released = "", "" if parts else member.sender
         if members is None:
             self._paths.clear()
-            self._spanning, self._group.sends_streams = "", False
+            self._spanning, self._group.sends_streams = frozenset(), False
+            self._removed.clear()
             self._group.run_on_all(Withdraw())
 
     @property
@@ -410,6 +425,9 @@ class PathSelector:
                 self._paths.setdefault(base, {})[candidate.rank] = path
         for name, reaches_of in (streams or {}).items():
             self._paths[name] = {rank: reach.path for rank, reach in reaches_of.items()}
+            for base, path in self._backend(name).requires.items():
+                self._paths[base] = dict.fromkeys(reaches_of, path)
+        options = replace(options, streams=self._group.comm.size if streams else 1)
         for name in self._paths:
             options = adjusted(self._backend(name), options)
         self._options = options
@@ -434,21 +452,37 @@ class PathSelector:
             answers += self._handshake(name, own)
         return answers
 
-    def _handshake(self, name: str, members: Sequence[Member]) -> list[MemberReply]:
+    def _handshake(
+        self, name: str, members: Sequence[Member], using: Sequence[int] = ()
+    ) -> list[MemberReply]:
         """Run the handshake of a backend's engines; return the last result of each member.
 
         A rank whose probes are answered waits for the others: one init message of a member has
-        what all ranks offer to it.
+        what all ranks offer to it. `using` are the readers of the next update, where rank 0's
+        engine found `members` unready among them.
         """
         readers: dict[int, list[Reader]] = {}
+        infos = self._group.rank_infos
         for member in members:
             self._assign_index(member)
             for rank in member.sending:
-                readers.setdefault(rank, []).append(_reader(member))
+                here = infos[rank].keys[-1] == infos[0].keys[-1]
+                readers.setdefault(rank, []).append(_reader(member, same_host=here))
         answers: dict[Member, MemberReply] = {}
         waiting: dict[int, Round] = {}
         generation = next(_GENERATIONS)
-        command = Connect(backend=name, generation=generation, readers=readers)
+        command = Connect(
+            backend=name,
+            generation=generation,
+            readers=readers,
+            removed=self._removed.pop(name, []),
+            using=list(using),
+            wants={
+                member.reader: self._wants.index(member.wants)
+                for member in members
+                if member.ranks and member.wants is not None and member.wants in self._wants
+            },
+        )
         with self._timed("offer"), ExitStack() as stack:
             # Where this raises, an interrupt included. The handshakes of other ranks end with the
             # next one, or when their engines are closed.
@@ -600,9 +634,13 @@ class PathSelector:
 
     def _has_engine(self, candidate: Candidate) -> bool:
         """Whether an engine for a candidate is open, and has a reader index left."""
-        most = self._backend(candidate.backend).max_readers
-        free = most is None or self._next_reader.get((candidate.backend, candidate.rank), 0) < most
-        return self._paths.get(candidate.backend, {}).get(candidate.rank) == candidate.path and free
+        opened = self._paths.get(candidate.backend, {}).get(candidate.rank)
+        return opened == candidate.path and not self._is_full(candidate.backend, candidate.rank)
+
+    def _is_full(self, backend: str, rank: int) -> bool:
+        """Whether the engine of a rank has no reader index left."""
+        most = self._backend(backend).max_readers
+        return most is not None and self._next_reader.get((backend, rank), 0) >= most
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -624,13 +662,14 @@ def _by_backend(members: Sequence[Member]) -> dict[str, list[Member]]:
     return found
 
 
-def _reader(member: Member) -> Reader:
+def _reader(member: Member, *, same_host: bool) -> Reader:
+    """Return a member as a rank sees it, on the host of rank 0 or on another one."""
     return Reader(
         index=member.reader,
         target=member.target,
         keys=list(member.status.device_keys),
         route=member.transport.target,
-        local_address=member.transport.local_address,
+        local_address=member.transport.local_address if same_host else None,
         facts=member.status.backends.get(member.backend),
     )
 
@@ -639,10 +678,74 @@ def _probe(name: str, step: Round, member: Member) -> Request:
     return InitRequest(probe=ProbeRequest(backend=name, payload=step.messages[member.reader]))
 
 
+@dataclass(frozen=True, slots=True)
+class Spanning:
+    """Members that every rank reaches by one backend, and the path from each rank."""
+
+    members: Sequence[Member]
+    paths: Mapping[int, Reach]
+
+
+def span_ranks(
+    members: Sequence[Member],
+    ranks: Sequence[RankInfo],
+    backends: Sequence[Backend],
+    refused: Container[tuple[Member, str]],
+    *,
+    ordered: bool,
+) -> dict[str, Spanning] | str:
+    """Return how all ranks reach each member, by backend; or why some rank does not reach one.
+
+    A member gets the backend whose path from the rank that is furthest is the cheapest; with
+    `ordered` the first one that reaches it. Not a backend by which it was `refused`.
+    """
+    chosen: dict[str, list[Member]] = {}
+    for member in members:
+        left = [backend for backend in backends if (member, backend.name) not in refused]
+        found = _cheapest_spanning(member, ranks, left, ordered=ordered)
+        if isinstance(found, str):
+            return found or f"no path is left to {member.target}"
+        chosen.setdefault(found.name, []).append(member)
+    own_of = [(backend, chosen.get(backend.name, [])) for backend in backends]
+    required = {base: path for each, own in own_of if own for base, path in each.requires.items()}
+    spanning: dict[str, Spanning] = {}
+    for backend, own in own_of:
+        paths = spanning_paths(own, ranks, backend, only=required.get(backend.name))
+        if own and isinstance(paths, str):
+            return paths
+        if own and not isinstance(paths, str):
+            spanning[backend.name] = Spanning(own, paths)
+    return spanning
+
+
+def _cheapest_spanning(
+    member: Member, ranks: Sequence[RankInfo], backends: Sequence[Backend], *, ordered: bool
+) -> Backend | str:
+    """Return the backend by which all ranks reach a member best; or why there is none."""
+    best: tuple[float, Backend] | None = None
+    reasons: dict[str, None] = {}
+    for backend in backends:
+        found = spanning_paths([member], ranks, backend)
+        if isinstance(found, str):
+            reasons[found] = None
+            continue
+        worst = max(reach.cost for reach in found.values())
+        if best is None or (worst < best[0] and not ordered):
+            best = worst, backend
+    return "; ".join(reasons) if best is None else best[1]
+
+
 def spanning_paths(
-    members: Sequence[Member], ranks: Sequence[RankInfo], backend: Backend
+    members: Sequence[Member],
+    ranks: Sequence[RankInfo],
+    backend: Backend,
+    *,
+    only: str | None = None,
 ) -> dict[int, Reach] | str:
-    """Return the cheapest path from each rank that reaches all members; or why there is none."""
+    """Return the cheapest path from each rank that reaches all members; or why there is none.
+
+    `only`: the path that another backend requires of this one.
+    """
     name = backend.name
     for member in members:
         if name not in member.status.backends:
@@ -655,14 +758,16 @@ def spanning_paths(
         if name in info.unusable:
             return f"rank {rank}: {info.unusable[name]}"
         ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(name))
-        shared = _shared_path(members, ours, backend)
+        shared = _shared_path(members, ours, backend, only)
         if isinstance(shared, str):
             return shared
         found[rank] = shared
     return found
 
 
-def _shared_path(members: Sequence[Member], ours: Endpoint, backend: Backend) -> Reach | str:
+def _shared_path(
+    members: Sequence[Member], ours: Endpoint, backend: Backend, only: str | None
+) -> Reach | str:
     """Return the cheapest path from a rank that reaches all members; or why there is none."""
     usable: dict[str, list[Reach]] = {}
     why_not = f"rank {ours.rank} reaches the receivers by unlike paths"
@@ -670,6 +775,8 @@ def _shared_path(members: Sequence[Member], ours: Endpoint, backend: Backend) ->
         there = member.status
         theirs = Endpoint(keys=there.device_keys, facts=there.backends[backend.name])
         for reach in reaches(backend, ours, theirs):
+            if only not in (None, reach.path):
+                continue
             if reach.why_not:
                 why_not = f"rank {ours.rank} does not reach {member.target}: {reach.why_not}"
             else:

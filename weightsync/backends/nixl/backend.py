@@ -44,6 +44,10 @@ class NixlBackend(TcpBackend):
             )
         return {"version": importlib.metadata.version("nixl"), "rdma": bool(_rdma_devices())}
 
+    def takes_streams(self, receiver: Endpoint) -> bool:
+        """Return False: one rank sends."""
+        return False
+
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
         """Return the path: cheap where both hosts have RDMA, else dearer than that of `tcp`."""
         if trainer.rank != 0:

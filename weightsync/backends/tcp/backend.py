@@ -7,6 +7,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from weightsync.backends.base import (
     Backend,
     Endpoint,
@@ -26,23 +28,44 @@ if TYPE_CHECKING:
 TCP_COST = 5.0
 BUCKET_NBYTES = 4 << 20
 _RING_NBYTES, _FEWEST_BUCKETS = 32 << 20, 4
+_MANY_STREAMS, _SMALL_BUCKET_NBYTES = 8, 1 << 20
+"""Ranks that send, above which the buckets of their rings are small by default."""
 
 
 class TcpBackend(Backend):
-    """Path `tcp`: rank 0 sends to the first host, and each host to the next one."""
+    """Path `tcp`: a rank sends to the first host, and each host to the next one.
+
+    That is rank 0, which sends what all have gathered, or every rank, which sends its own boxes:
+    then each host has a ring for each rank, and the ranks begin with different hosts.
+    """
 
     name: ClassVar[str] = "tcp"
     requires: ClassVar[Mapping[str, str]] = {"ipc": "shared_memory"}
 
+    def endpoint(self, device: torch.device) -> Any:
+        """Return that the streams of several ranks are read."""
+        return {"streams": True}
+
+    def takes_streams(self, receiver: Endpoint) -> bool:
+        """Whether a receiver says so: one of an older version does not."""
+        return isinstance(receiver.facts, Mapping) and receiver.facts.get("streams") is True
+
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
-        """Return the path, for rank 0 only. The receiver's connection shows whether it works."""
-        why_not = "" if trainer.rank == 0 else "rank 0 sends to other hosts"
-        return [Reach("tcp", TCP_COST, why_not)]
+        """Return the path. The receiver's connection shows whether it works.
+
+        All ranks have the same: where one sends for all, the core takes rank 0.
+        """
+        return [Reach("tcp", TCP_COST)]
 
     def adjust(self, options: TransferOptions) -> TransferOptions:
-        """Set `packed`, and the same buckets for every ring of the sender: one table fits all."""
-        bucket_nbytes = options.bucket_nbytes or BUCKET_NBYTES
-        fitting = max(_RING_NBYTES // max(bucket_nbytes, BUCKET_NBYTES), _FEWEST_BUCKETS)
+        """Set `packed`, and the same buckets for every ring of the sender: one table fits all.
+
+        Of many ranks that send the rings are smaller: each receiving host has one for each.
+        """
+        most = BUCKET_NBYTES if options.streams <= _MANY_STREAMS else _SMALL_BUCKET_NBYTES
+        bucket_nbytes = options.bucket_nbytes or most
+        ring_nbytes = _RING_NBYTES // options.streams
+        fitting = max(ring_nbytes // max(bucket_nbytes, most), _FEWEST_BUCKETS)
         return replace(
             options,
             packed=True,
@@ -66,11 +89,15 @@ class TcpBackend(Backend):
     def receiver_engine(self, device_keys: Sequence[str]) -> WeightTransferEngine:
         """Return the engine that feeds its host, or reads the ring of a receiver that does."""
         from weightsync.backends.tcp.receiver import (  # noqa: PLC0415  # as above
+            TcpStreamsEngine,
             TcpWeightTransferEngine,
         )
 
-        reads_ring = get_backend("ipc").receiver_engine(device_keys)
-        return TcpWeightTransferEngine(reads_ring, self.make_carrier)
+        def make() -> TcpWeightTransferEngine:
+            reads_ring = get_backend("ipc").receiver_engine(device_keys)
+            return TcpWeightTransferEngine(reads_ring, self.make_carrier)
+
+        return TcpStreamsEngine(make)
 
     def make_carrier(self) -> Carrier:
         """Return the carrier of one engine, which moves the bytes of chunks."""

@@ -8,13 +8,21 @@ ordinary ring.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
 from msgspec.structs import replace
 
-from weightsync.backends.base import LoadContext, Received, WeightTransferEngine
+from weightsync.backends.base import (
+    LoadContext,
+    Received,
+    Steps,
+    WeightTransferEngine,
+    in_one,
+)
+from weightsync.backends.rank_streams import RankStreamsEngine
 from weightsync.backends.ring import Ring, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
 from weightsync.backends.tcp.payload import HostRing, Membership, Peer, RelayedUpdate, TcpInit
@@ -22,9 +30,12 @@ from weightsync.backends.tcp.relay import HostRelay, RelayUpdate
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control
 from weightsync.specs import Manifest
+from weightsync.weights.copying.copy_plan import Memory
+from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.sinks.base import LoadTarget
 from weightsync.wire.codec import decode_payload, manifest_from_wire
 from weightsync.wire.messages import RegisteredUpdate, SharedMemoryUsage
-from weightsync.wire.offers import InitInfo
+from weightsync.wire.offers import InitInfo, StreamsInfo
 
 MEMBER_READER = 0
 _WAIT_S = 0.05
@@ -51,6 +62,9 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         self._relay: HostRelay | None = None
         self._whole_sizes: list[int] = []
         self._at_work = self._feeds_others = False
+        self._complete: weakref.WeakKeyDictionary[Memory, Sequence[tuple[int, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def check_init_info(self, init_info: InitInfo) -> None:
         """Decode the payload. Raises ProtocolError."""
@@ -85,11 +99,19 @@ class TcpWeightTransferEngine(WeightTransferEngine):
 
         Raises the error of the relay, which names the hosts, rather than its consequences.
         """
+        return in_one(self.receive_in_steps(update_info, context))
+
+    def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
+        """Load an update chunk by chunk; the relay is at work in between, too."""
         update = decode_payload(update_info.payload, RelayedUpdate)
         info = replace(update_info, payload=update)
+        if update.chunks is not None:
+            # Without all bytes there is no sum of them, and no base of a delta.
+            info = replace(info, delta_follows=False)
+            context = self._with_all_chunks(context, update.chunks)
         relay, membership = self._relay, self._membership
         if relay is None or membership is None:
-            return self._inner.receive_weights(info, context)
+            return (yield from self._inner.receive_in_steps(info, context))
         relay_update = _relay_update(info, update, membership.shape, self._whole_sizes)
         relay.submit(relay_update)
         self._at_work, self._feeds_others = True, bool(update.followers)
@@ -99,7 +121,9 @@ class TcpWeightTransferEngine(WeightTransferEngine):
             relay.check(relay_update)
 
         try:
-            received = self._inner.receive_weights(info, dataclasses.replace(context, check=check))
+            yield  # the relays of other streams begin, too
+            own = dataclasses.replace(context, check=check)
+            received = yield from self._inner.receive_in_steps(info, own)
             while not relay_update.done.wait(_WAIT_S):
                 check()
             check()
@@ -112,6 +136,23 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         finally:
             self._at_work = self._feeds_others = False
         return received
+
+    def _with_all_chunks(
+        self, context: LoadContext, chunks: Sequence[tuple[int, int]]
+    ) -> LoadContext:
+        """Return a context that refuses load targets which need chunks that do not come."""
+
+        def open_target(layout: StreamLayout) -> LoadTarget:
+            target = context.open_target(layout)
+            key = target.memory
+            known = None if key is None else self._complete.get(key)
+            if known != chunks:
+                _check_complete(layout, target, chunks)
+                if key is not None:
+                    self._complete[key] = chunks
+            return target
+
+        return dataclasses.replace(context, open_target=open_target)
 
     def sender_alive(self) -> bool | None:
         """Whether the connection to the sender's process, on another host, is open.
@@ -173,20 +214,70 @@ class TcpWeightTransferEngine(WeightTransferEngine):
         self._membership = membership
 
 
+class TcpStreamsEngine(RankStreamsEngine):
+    """Receives from one rank over the network, or from each of several its stream."""
+
+    exclusive: ClassVar[bool] = True  # as each of its engines
+
+    def check_init_info(self, init_info: InitInfo) -> None:
+        """Decode the payload, of each rank. Raises ProtocolError."""
+        offer = init_info.payload
+        if isinstance(offer, Mapping) and "streams" in offer:
+            offer = decode_payload(offer, StreamsInfo)
+        one = self._make()
+        for payload in (
+            [stream.payload for stream in offer.streams]
+            if isinstance(offer, StreamsInfo)
+            else [offer]
+        ):
+            one.check_init_info(replace(init_info, payload=payload))
+
+
 def _relay_update(
     info: RegisteredUpdate, update: RelayedUpdate, shape: RingShape, whole: list[int]
 ) -> RelayUpdate:
     if not update.packed:
         raise ProtocolError("receivers on other hosts are sent packed updates only")
     part = info.manifest
+    sizes = whole if part is None else _chunk_sizes(manifest_from_wire(part), shape)
     return RelayUpdate(
         epoch=update.epoch,
         base=update.base,
         readers=sorted({MEMBER_READER, *update.readers}),
-        sizes=whole if part is None else _chunk_sizes(manifest_from_wire(part), shape),
+        sizes=sizes,
         sources=update.sources,
         followers=update.followers,
+        left_out=chunks_without(update.chunks, len(sizes)),
     )
+
+
+def chunks_without(chunks: Sequence[tuple[int, int]] | None, count: int) -> frozenset[int]:
+    """Return which of `count` chunks are not among these; None is all. Raises ProtocolError."""
+    if chunks is None:
+        return frozenset()
+    ends = [end for each in chunks for end in each]
+    if ends != sorted(ends) or (ends and ends[-1] > count):
+        raise ProtocolError(f"the update lists chunks {chunks[:10]} of {count}")
+    inside = {j for first, end in chunks for j in range(first, end)}
+    return frozenset(range(count)).difference(inside)
+
+
+def _check_complete(
+    layout: StreamLayout, target: LoadTarget, chunks: Sequence[tuple[int, int]]
+) -> None:
+    """Raise ProtocolError where a load target needs a chunk that does not come."""
+    memory = target.memory
+    shares = None if memory is None else memory.shares
+    needed = None if shares is None else {each.index for each in shares if each.blocks}
+    for j in sorted(chunks_without(chunks, len(layout.chunks))):
+        chunk = layout.chunks[j]
+        for part in layout.slices(chunk.start, chunk.stop):
+            if part.nbytes and (needed is None or part.index in needed):
+                name = layout.manifest.specs[part.index].name
+                raise ProtocolError(
+                    f"the sender leaves out bytes of {name}, which this receiver loads: it holds "
+                    "other shards than when it was connected; connect again"
+                )
 
 
 def _chunk_sizes(manifest: Manifest, shape: RingShape) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -55,8 +55,9 @@ class RelayUpdate:
     """One update of a HostRelay.
 
     `sizes` are the bytes of the chunks, `base` the ring's sequence number before the update,
-    `readers` those of the ring; `sources` and `followers` as in RelayedUpdate. `done` is set when
-    all chunks are in the ring, or with `error` set.
+    `readers` those of the ring; `sources` and `followers` as in RelayedUpdate. `left_out` are the
+    chunks whose bytes do not come. `done` is set when all others are in the ring, or with `error`
+    set.
     """
 
     epoch: int
@@ -65,6 +66,7 @@ class RelayUpdate:
     sizes: Sequence[int]
     sources: Sequence[Peer]
     followers: Sequence[int]
+    left_out: Container[int] = ()
     done: threading.Event = field(default_factory=threading.Event)
     error: WeightSyncError | None = None
 
@@ -338,7 +340,7 @@ class HostRelay:
         slot = self._writer.acquire(chunk, check=check_own, timeout_s=self._reader_timeout_s)
         data = self._buckets[slot][: frame.nbytes]
         self._carrier.receive(connection, frame, data, check)
-        rest = update.sizes[chunk] - frame.nbytes
+        rest = 0 if chunk in update.left_out else update.sizes[chunk] - frame.nbytes
         if rest:  # zeros at the end of a chunk are not sent
             self._buckets[slot][frame.nbytes : frame.nbytes + rest] = self._zeros[:rest]
         self._control.write_fingerprints(slot * self._control.room, fingerprints)

@@ -1,9 +1,10 @@
-"""The `tcp` backend's trainer engine: serves the chunks of rank 0 to receivers on other hosts.
+"""The `tcp` backend's trainer engine: serves the chunks of a rank to receivers on other hosts.
 
 One receiver of each host is a member, which feeds its host. The members that reach the sender at
 the same address are a chain: the first one reads from the sender, each other one from the member
 before it, or from the nearest that works. So the bytes leave the sender once for each of its
-networks, whatever the number of hosts.
+networks, whatever the number of hosts. Where each of several ranks sends a stream, each has such
+an engine: the chains of ranks on unlike hosts begin with unlike receiving hosts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from weightsync.backends.tcp.payload import (
     RelayedUpdate,
     TcpInit,
 )
-from weightsync.backends.tcp.receiver import MEMBER_READER
+from weightsync.backends.tcp.receiver import MEMBER_READER, chunks_without
 from weightsync.backends.tcp.relay import hold_of, patience_of
 from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.uplink import LentChunks, Uplink, why_packed
@@ -50,12 +51,17 @@ from weightsync.errors import ConnectError, TransferError
 from weightsync.shm.addresses import LOOPBACK, is_loopback, is_own, source_address
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.copying.fingerprint import table_digest
+from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.sources.base import WeightSource
 
 logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
 """Environment variable: the address at which receivers on other hosts reach this host."""
+
+
+_Tensors = frozenset[int] | None
+"""Tensors of the source by index; None is all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +77,7 @@ class _Host:
     ring: HostRing
     on_ring: dict[int, int]
     names: dict[int, str]
+    wanted: dict[int, _Tensors]
     used: int = 1
 
     @classmethod
@@ -83,7 +90,9 @@ class _Host:
             name=member.target, place=member.index, address=ring.peer.address, port=ring.peer.port
         )
         names = {member.index: member.target}
-        return cls(key, sender, peer, ring, {member.index: MEMBER_READER}, names)
+        made_for = cls(key, sender, peer, ring, {member.index: MEMBER_READER}, names, {})
+        made_for.note_wants(member)
+        return made_for
 
     @property
     def has_member(self) -> bool:
@@ -95,7 +104,25 @@ class _Host:
         if reader.index not in self.on_ring:
             self.on_ring[reader.index], self.names[reader.index] = self.used, reader.target
             self.used += 1
+            self.note_wants(reader)
         return self.on_ring[reader.index]
+
+    def note_wants(self, reader: Reader) -> None:
+        """Note the tensors of which a reader loads a part, None for all."""
+        wants = None if reader.wants is None else frozenset(reader.wants)
+        self.wanted[reader.index] = wants
+
+    def wants(self, readers: Container[int]) -> _Tensors:
+        """Return the tensors of which any of these readers on this host loads a part."""
+        found: set[int] = set()
+        for index in self.on_ring:
+            wants = self.wanted[index]
+            if index not in readers:
+                continue
+            if wants is None:
+                return None
+            found |= wants
+        return frozenset(found)
 
     def drop(self, names: Container[str]) -> None:
         """Forget readers, which connect again."""
@@ -104,7 +131,7 @@ class _Host:
 
 
 class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
-    """Serves the chunks of rank 0's ring, or of `source` if the carrier lends its tensors.
+    """Serves the chunks of a rank's ring, or of `source` if the carrier lends its tensors.
 
     Hosts join and leave without the others.
     """
@@ -124,12 +151,15 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         self._ring = ring
         self._relay_reader = ring.add_relay()
         self._timeout_s = options.timeout_s
+        self._turn, self._is_one_of_several = options.turn, options.streams > 1
         self._secret = secrets.token_bytes(SECRET_NBYTES)
         self._hosts: list[_Host] = []
         self._joining: dict[str, _Host] = {}
         self._window: ChunkWindow | None = None
         self._server: ChunkServer | None = None
         self._uplink: Uplink | None = None
+        self._follows_delta = False
+        self._chunks: dict[frozenset[int], list[tuple[int, int]]] = {}
 
     def handshake(self, readers: Sequence[Reader], generation: int) -> Handshake:
         """Make one reader of each host a member, then connect the others to its ring.
@@ -198,14 +228,24 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         lost = [host.peer.name for host in taking if host.peer.place not in wanted]
         if lost:
             raise TransferError(f"the receiver that feeds the host of {lost[0]} takes no part")
-        by_network: dict[str, list[_Host]] = {}
-        for host in taking:
-            by_network.setdefault(host.sender.address, []).append(host)
-        chains = [[host.peer.place for host in chain] for chain in by_network.values()]
         stream = self._ring.stream(self._relay_reader)
-        updates: dict[int, RelayedUpdate] = {}
-        plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True)
+        is_whole = self._follows_delta or source is not self._source
+        by_network: dict[tuple[str, _Tensors], list[_Host]] = {}
+        for host in taking:
+            wants = None if is_whole else host.wants(wanted)
+            by_network.setdefault((host.sender.address, wants), []).append(host)
         for chain in by_network.values():
+            first = self._turn % len(chain)
+            chain[:] = chain[first:] + chain[:first]
+        chains = [[host.peer.place for host in chain] for chain in by_network.values()]
+        updates: dict[int, RelayedUpdate] = {}
+        left_out: dict[int, Container[int]] = {}
+        for (_, wants), chain in by_network.items():
+            chunks = None if wants is None else self._chunks_of(stream.layout, wants)
+            plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True, chunks=chunks)
+            if chunks is not None:
+                without = chunks_without(chunks, len(stream.layout.chunks))
+                left_out.update((host.peer.place, without) for host in chain)
             for i, host in enumerate(chain):
                 reading = {index: at for index, at in host.on_ring.items() if index in wanted}
                 updates.update(dict.fromkeys(reading, plain))
@@ -216,9 +256,25 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
                     followers=[after.peer.place for after in chain[i + 1 :]],
                 )
         lent = self._lent_chunks(source, verify=verify)
-        self._uplink = Uplink(stream, window, chains, source, lent)
+        self._uplink = Uplink(stream, window, chains, source, lent, left_out)
         self._lent_table = self._uplink.table if lent is not None and verify else None
         return updates
+
+    def _chunks_of(self, layout: StreamLayout, wants: frozenset[int]) -> list[tuple[int, int]]:
+        """Return the chunks that have bytes of these tensors, as RelayedUpdate has them."""
+        if wants not in self._chunks:
+            found: list[tuple[int, int]] = []
+            for j, chunk in enumerate(layout.chunks):
+                slices = layout.slices(chunk.start, chunk.stop)
+                if any(each.nbytes and each.index in wants for each in slices):
+                    first = found.pop()[0] if found and found[-1][1] == j else j
+                    found.append((first, j + 1))
+            self._chunks[wants] = found
+        return self._chunks[wants]
+
+    def expect_delta(self, *, follows: bool) -> None:
+        """Note whether the next update needs all bytes on all hosts."""
+        self._follows_delta = follows
 
     def _lent_chunks(self, source: WeightSource, *, verify: bool) -> LentChunks | None:
         """Return the chunks of the source's own tensors, None where the ring's are read."""
@@ -308,8 +364,14 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
             self._close_server()
 
     def goes_on_without(self, reader: int) -> bool:
-        """True for all readers: hosts read from another one, and members are told of readers."""
-        return any(reader in host.on_ring for host in self._hosts)
+        """True for all readers: hosts read from another one, and members are told of readers.
+
+        Of several ranks that send, only this one would tell the member of a reader beside it.
+        """
+        return any(
+            host.peer.place == reader if self._is_one_of_several else reader in host.on_ring
+            for host in self._hosts
+        )
 
     def drop_reader(self, reader: int) -> None:
         """Tell the member of a reader's host not to wait for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -28,7 +28,8 @@ class Uplink(Relay):
 
     Chunks that left the window are read again from the source, where its tensors stay: so a host
     whose source died may ask for any chunk, until the update ends. With `lent` the hosts read these
-    chunks where they lie, and this reader leaves the ring.
+    chunks where they lie, and this reader leaves the ring. `left_out` are chunks, by host, that it
+    does not want.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Uplink(Relay):
         chains: Sequence[Sequence[int]],
         source: WeightSource,
         lent: LentChunks | None = None,
+        left_out: Mapping[int, Container[int]] | None = None,
     ) -> None:
         self.table: list[int] = []
         self._lent = lent
@@ -56,7 +58,7 @@ class Uplink(Relay):
             again = lent.chunk
         elif (stable := source.stable_tensors()) is not None:
             again = reread(stream.layout, stable)
-        window.begin(stream.epoch, len(stream.layout.chunks), chains, again)
+        window.begin(stream.epoch, len(stream.layout.chunks), chains, again, left_out)
         super().__init__(self._offer_all, name="weightsync-uplink")
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.backends.tcp.connection import FrameKind, nothing
@@ -106,6 +106,7 @@ class ChunkWindow:
         self.members = tuple(place for chain in chains for place in chain)
         self._nearest = {chain[0] for chain in chains if chain}
         self._again = again
+        self._left_out: Mapping[int, Container[int]] = {}
         self._data: dict[int, Data] = {}
         self._fingerprints: list[Sequence[int]] = []
         self._ended: FrameKind | None = None
@@ -116,16 +117,18 @@ class ChunkWindow:
         chunks: int,
         chains: Sequence[Sequence[int]],
         again: Read | None = None,
+        left_out: Mapping[int, Container[int]] | None = None,
     ) -> None:
         """Begin an update. Hosts that still read an older one lose it.
 
         The first host of each of the `chains` reads here, and each other one from the nearest host
         before it that works. Nothing is sent any more from the memory of the older update when this
-        returns.
+        returns. `left_out` are chunks, by host, of which it gets the fingerprints alone.
         """
         with self._changed:
             self._end_sends()
             self._reset(epoch, chunks, chains, again)
+            self._left_out = left_out or {}
             self._changed.notify_all()
 
     def make_room(self, chunk: int, check: Callable[[], None]) -> None:
@@ -304,6 +307,8 @@ class ChunkWindow:
                 return None
             at, again = cursor.at, self._again
             data = self._data.get(at)
+            if at in self._left_out.get(cursor.place, ()):
+                data = NO_BYTES
             if data is None and again is None:
                 return Offer(FrameKind.GONE)
             fingerprints = self._fingerprints[at]

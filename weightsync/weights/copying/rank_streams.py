@@ -126,6 +126,29 @@ def index_in(box: Slice, part: Slice) -> tuple[slice, ...]:
     return tuple(found)
 
 
+def met_by(stream: RankStream, wants: Sequence[tuple[int, Slice]]) -> list[int]:
+    """Return which boxes of a stream have elements that are in these boxes of its model."""
+    wanted: dict[int, list[Slice]] = defaultdict(list)
+    for index, box in wants:
+        wanted[index].append(box)
+    known: dict[tuple[Slice, tuple[Slice, ...]], bool] = {}
+    found: list[int] = []
+    for i, (index, box) in enumerate(zip(stream.indices, stream.boxes, strict=True)):
+        key = box, tuple(wanted[index])
+        if key not in known:
+            known[key] = any(_meet(box, want) for want in key[1])
+        if known[key]:
+            found.append(i)
+    return found
+
+
+def _meet(box: Slice, other: Slice) -> bool:
+    return all(
+        any(begin < last and first < end for begin, end in own for first, last in theirs)
+        for own, theirs in zip(box.spans, other.spans, strict=True)
+    )
+
+
 def check_coverage(model: Manifest, streams: Sequence[RankStream]) -> None:
     """Raise ManifestMismatchError unless every element of the model is in exactly one stream.
 
