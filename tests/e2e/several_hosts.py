@@ -367,8 +367,17 @@ class _Work:
         targets = [HttpTransport(first), DiesBetweenFinishes(dies, first)]
         self.sender = ws.connect(self.model, to=targets, packed=True)
 
+    def touch(self, seed: int) -> None:
+        """Change one value in a hundred."""
+        models.touch(self.twin, seed)
+        self._copy_twin()
+
     def fill(self, seed: int) -> None:
         models.fill(self.twin, seed)
+        self._copy_twin()
+
+    def _copy_twin(self) -> None:
+        """Have the model the values of the twin, of which it has its shards."""
         if self.twin is self.model:
             return
         whole = dict(self.twin.named_parameters())

@@ -13,6 +13,7 @@ from tests.e2e.processes import Remote
 from tests.e2e.several_hosts import Trainer, segments, sent_nbytes, together
 from tests.hosts.fixtures import network
 from tests.hosts.namespaces import HostNetwork, host_network
+from weightsync.weights.lines.memory import LINE
 
 __all__ = ["network"]
 
@@ -33,7 +34,7 @@ def connect(crew: list[Trainer], fleet: list[Remote], **options: object) -> None
     assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)], outcomes
 
 
-def send(crew: list[Trainer], seed: int) -> ws.SyncReport:
+def send(crew: list[Trainer], seed: int | None) -> ws.SyncReport:
     first, *others = together(crew, "send", seed)
     assert not isinstance(first, Exception), first
     assert all(other == first for other in others)
@@ -111,3 +112,22 @@ def test_only_what_a_host_loads_leaves_each_rank(four: HostNetwork) -> None:
             half = report.nbytes / 2
             assert all(half < nbytes < 1.05 * half for nbytes in sent[:2]), (sent, half)
             assert all(nbytes < 0.05 * half for nbytes in sent[2:]), (sent, half)
+
+
+@pytest.mark.parametrize(("ranks", "places"), [((A, B), (C,)), ((A, A), (A, B))])
+def test_deltas_cross_as_values(
+    network: HostNetwork, served: list[processes.Host], ranks: tuple[int], places: tuple[int]
+) -> None:
+    """Each rank codes the values of its own boxes that changed."""
+    fleet = [served[host].receiver("http", model="plain") for host in places]
+    with several_hosts.ranks(*(network.hosts[host] for host in ranks)) as crew:
+        connect(crew, fleet, delta="always")
+        send(crew, 1)
+        for version in (2, 3, 4):
+            together(crew, "touch", version)
+            report = send(crew, None)
+            check_all_hold(crew, fleet, version)
+            assert report.gathered == {}
+            assert report.delta is not None
+            assert report.delta.sent, report.delta.reason
+            assert report.delta.nbytes < report.delta.lines * LINE / 4

@@ -20,7 +20,13 @@ from msgspec import structs
 
 from weightsync.backends.assembly import Assembly, GroupPlan
 from weightsync.backends.base import LoadContext, Received, Steps, WeightTransferEngine
-from weightsync.errors import ProtocolError, VerificationError, shorten
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConnectError,
+    ProtocolError,
+    VerificationError,
+    shorten,
+)
 from weightsync.specs import Manifest
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.copy_plan import Memory
@@ -108,7 +114,10 @@ class RankStreamsEngine(WeightTransferEngine):
         self._placed: weakref.WeakKeyDictionary[Memory, PlacedStreams] = weakref.WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open what each rank offers. Raises ProtocolError for streams that are no model."""
+        """Open what each rank offers. Raises ProtocolError for streams that are no model.
+
+        BackendUnavailableError where a rank cannot be reached.
+        """
         offer = init_info.payload
         if not isinstance(offer, StreamsInfo):
             if not (isinstance(offer, Mapping) and "streams" in offer):
@@ -123,14 +132,16 @@ class RankStreamsEngine(WeightTransferEngine):
         for info, stream in zip(offer.streams, streams, strict=True):
             engine = self._make()
             self._engines.append(engine)  # before its init, which `shutdown` undoes
-            engine.init_transfer_engine(
-                structs.replace(
-                    init_info,
-                    path=info.path,
-                    manifest=manifest_to_wire(stream.manifest),
-                    payload=info.payload,
-                )
+            own = structs.replace(
+                init_info,
+                path=info.path,
+                manifest=manifest_to_wire(stream.manifest),
+                payload=info.payload,
             )
+            try:
+                engine.init_transfer_engine(own)
+            except ConnectError as exc:  # another rank may be reached, and send for all
+                raise BackendUnavailableError(f"rank {info.rank}: {exc}") from exc
         self._streams, self._layout = streams, StreamLayout(model)
         boxes = [(info.rank, info.tensors, info.boxes, info.box) for info in offer.streams]
         described = msgspec.msgpack.encode((model.digest, boxes))

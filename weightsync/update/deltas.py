@@ -29,7 +29,8 @@ _MAX_SHARE = 0.4
 """With more changed lines than this share a full update is faster: on one host, with one receiver
 and with two; else (measured, docs/deltas.md)."""
 _MAX_SHARE_OF_STREAMS = 0.1
-"""The same where each rank sends what it holds: all of them share the copies of a full update."""
+"""The same on one host where each rank sends what it holds: all share the copies of a full update.
+"""
 _MEMORY_COST = 2.0
 """Paths that cost more copies than this are slow: deltas are coded, which takes time, for them."""
 _DEVICE_COST = 0.5
@@ -70,7 +71,6 @@ class DeltaPlanner:
             return None
         forms = [member.status.delta_forms for member in members]
         by_value = any(member.cost > _MEMORY_COST for member in members) and zstd() is not None
-        by_value = by_value and not self._group.sends_streams
         by_value = by_value and all("values" in taken for taken in forms)
         self._offer = DeltaOffer(
             task=DeltaTask(
@@ -119,9 +119,9 @@ class DeltaPlanner:
 
     def _max_share(self, members: Sequence[Member]) -> float:
         """Return the share of changed lines up to which a delta to these members pays."""
-        if self._group.sends_streams:
-            return _MAX_SHARE_OF_STREAMS
         on_host = all(member.cost <= _MEMORY_COST for member in members)
+        if self._group.sends_streams and on_host:
+            return _MAX_SHARE_OF_STREAMS
         few = on_host and len(members) <= len(_MAX_SHARES)
         return _MAX_SHARES[len(members) - 1] if few else _MAX_SHARE
 

@@ -245,10 +245,14 @@ class PathSelector:
             if isinstance(found, str):
                 self.why_gathered = self.why_gathered or found
                 break
-            failed = self._open_spanning(found)
-            if not failed and self._note_wants(members):
-                self.withdraw()
+            try:
                 failed = self._open_spanning(found)
+                if not failed and self._note_wants(members):
+                    self.withdraw()
+                    failed = self._open_spanning(found)
+            except BackendUnavailableError as exc:  # of a rank
+                self.why_gathered = str(exc)
+                break
             if not failed:
                 group.sends_streams, self._spanning = True, frozenset(found)
                 self.why_gathered = ""

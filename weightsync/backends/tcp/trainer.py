@@ -47,7 +47,7 @@ from weightsync.backends.tcp.server import ChunkServer
 from weightsync.backends.tcp.uplink import LentChunks, Uplink, why_packed
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.cuda.wait import wait_for
-from weightsync.errors import ConnectError, TransferError
+from weightsync.errors import BackendUnavailableError, ConnectError, TransferError
 from weightsync.shm.addresses import LOOPBACK, is_loopback, is_own, source_address
 from weightsync.shm.host_keys import host_key
 from weightsync.weights.copying.fingerprint import table_digest
@@ -424,7 +424,12 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
 
     def _listen(self, member: Reader, shape: RingShape) -> Peer:
         """Listen at an address that the host of this member can reach."""
-        address = address_for(member)
+        try:
+            address = address_for(member)
+        except ConnectError as exc:
+            if not self._is_one_of_several:
+                raise
+            raise BackendUnavailableError(str(exc)) from exc  # rank 0 may send for all
         server = self._server or self._start_server(address, shape)
         return Peer(name="the sender", place=-1, address=address, port=server.listen(address))
 

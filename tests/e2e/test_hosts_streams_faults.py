@@ -1,0 +1,234 @@
+"""Two trainer hosts that each send what their rank holds to two others, of which one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+import weightsync as ws
+from tests.e2e import processes, several_hosts
+from tests.e2e.processes import Remote, wait_until
+from tests.e2e.several_hosts import Trainer, half_reachable, sent_nbytes, together, told
+from tests.e2e.test_hosts_chain import stopped
+from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
+from weightsync.shm.segment import cleanup_stale
+
+pytestmark = [
+    pytest.mark.skipif(bool(limit_problem()), reason="needs root, and tc"),
+    pytest.mark.timeout(120),
+]
+TIMEOUT_S = 8.0
+BUCKET_NBYTES = 128 << 10
+RATE = "100mbit"
+"""Half of the model, 8.4 MB, takes 0.7 s on the link of each trainer host."""
+MIDDLE_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[HostNetwork]:
+    with host_network(4) as made:
+        yield made
+
+
+class Crossed:
+    """Ranks on the first two hosts, and receivers on the two others, which may die."""
+
+    def __init__(self, network: HostNetwork, stack: ExitStack) -> None:
+        self.network, self._stack = network, stack
+        self.crew: list[Trainer] = []
+        self.hosts = [stack.enter_context(several_hosts.receivers(h)) for h in network.hosts[2:]]
+        self.fleet: list[Remote] = []
+
+    def connect(self, places: Sequence[int] = (0, 1), **options: object) -> None:
+        self.fleet = [self.hosts[place].receiver("http", model="squares") for place in places]
+        self.crew = self._stack.enter_context(
+            several_hosts.ranks(*self.network.hosts[:2], model="squares")
+        )
+        given = {"timeout_s": TIMEOUT_S, "bucket_nbytes": BUCKET_NBYTES, "delta": "off", **options}
+        outcomes = together(self.crew, "connect", [remote.url for remote in self.fleet], **given)
+        assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)], outcomes
+
+    def send(self, seed: int) -> ws.SyncReport:
+        self.begin(seed, None)
+        return self.end()
+
+    def begin(self, seed: int, rate: str | None = RATE) -> None:
+        """Send, over slow links if there is a `rate`; return in the middle then."""
+        if rate is not None:
+            self.network.limit(rate)
+        for rank in self.crew:
+            rank.begin("send", seed)
+        time.sleep(MIDDLE_S if rate is not None else 0.0)
+
+    def end(self) -> ws.SyncReport:
+        first, second = (rank.end() for rank in self.crew)
+        assert first == second
+        assert first.gathered == {}
+        report: ws.SyncReport = first
+        return report
+
+    def check(self, version: int, fleet: Sequence[Remote]) -> None:
+        wanted = self.crew[0].do("digests")
+        for remote in fleet:
+            assert remote.digests() == wanted, remote.url
+            assert remote.reading() == version
+
+
+@pytest.fixture
+def crossed(network: HostNetwork) -> Iterator[Crossed]:
+    with ExitStack() as stack:
+        yield Crossed(network, stack)
+        network.unlimit()
+    for host in network.hosts:
+        host.call(cleanup_stale)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_receiving_host_that_is_killed_costs_only_itself(crossed: Crossed, victim: int) -> None:
+    """The other host reads what that one would have passed on from the rank itself."""
+    crossed.connect(on_failure="drop", num_buckets=32)
+    crossed.send(1)
+    before = [sent_nbytes(host) for host in crossed.network.hosts[:2]]
+    crossed.begin(2)
+    crossed.hosts[victim].kill()
+    report = crossed.end()
+    after = [sent_nbytes(host) for host in crossed.network.hosts[:2]]
+    assert list(report.dropped) == [crossed.fleet[victim].url]
+    assert report.version == 2
+    sent = [now - then for now, then in zip(after, before, strict=True)]
+    # What was on its way to that host, from either rank, is sent again.
+    assert sum(sent) < 1.45 * report.nbytes
+    crossed.check(2, [crossed.fleet[1 - victim]])
+    crossed.network.unlimit()
+    assert crossed.send(3).version == 3
+    crossed.check(3, [crossed.fleet[1 - victim]])
+
+
+def test_a_receiving_host_that_is_killed_without_drop_ends_the_update(crossed: Crossed) -> None:
+    crossed.connect()
+    crossed.send(1)
+    held = crossed.fleet[0].digests()
+    crossed.begin(2)
+    crossed.hosts[1].kill()
+    errors = [_error(rank) for rank in crossed.crew]
+    assert all(crossed.fleet[1].url in told(error) for error in errors), errors
+    assert crossed.fleet[0].digests() == held
+    assert crossed.fleet[0].reading() == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_receiving_host_that_stands_still_is_gone_round(crossed: Crossed, victim: int) -> None:
+    crossed.connect(on_failure="drop")
+    crossed.send(1)
+    crossed.begin(2)
+    with stopped(crossed.hosts[victim]):
+        report = crossed.end()
+    assert list(report.dropped) == [crossed.fleet[victim].url]
+    crossed.check(2, [crossed.fleet[1 - victim]])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_trainer_host_that_is_killed_commits_nowhere(crossed: Crossed, victim: int) -> None:
+    crossed.connect()
+    crossed.send(1)
+    held = [remote.digests() for remote in crossed.fleet]
+    crossed.begin(2)
+    crossed.crew[victim].kill()
+    error = _error(crossed.crew[1 - victim])
+    assert f"rank {victim}" in told(error), told(error)
+    crossed.network.unlimit()
+    wait_until(lambda: are_ready(crossed.fleet), "the update's end")
+    assert [remote.digests() for remote in crossed.fleet] == held
+    assert [remote.reading() for remote in crossed.fleet] == [1, 1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_trainer_host_that_is_cut_off_commits_nowhere(crossed: Crossed, victim: int) -> None:
+    crossed.connect()
+    crossed.send(1)
+    held = [remote.digests() for remote in crossed.fleet]
+    crossed.begin(2)
+    with cut(crossed, victim):
+        errors = [_error(rank) for rank in crossed.crew]
+        assert all(isinstance(error, ws.WeightSyncError) for error in errors)
+        wait_until(lambda: are_ready(crossed.fleet), "the update's end")
+    assert [remote.digests() for remote in crossed.fleet] == held
+    assert [remote.reading() for remote in crossed.fleet] == [1, 1]
+
+
+def are_ready(fleet: Sequence[Remote]) -> bool:
+    return all(remote.status()["state"] == "READY" for remote in fleet)
+
+
+@contextmanager
+def cut(crossed: Crossed, host: int) -> Iterator[None]:
+    crossed.network.hosts[host].cut()
+    try:
+        yield
+    finally:
+        crossed.network.hosts[host].heal()
+
+
+def test_a_second_worker_of_a_host_is_killed(crossed: Crossed) -> None:
+    """It costs a second attempt of the others, which reads all of it again."""
+    crossed.connect(on_failure="drop")
+    second = crossed._stack.enter_context(several_hosts.receivers(crossed.network.hosts[3]))
+    beside = second.receiver("http", model="squares")
+    added = together(crossed.crew, "call", "add", beside.url)
+    assert not [outcome for outcome in added if isinstance(outcome, Exception)], added
+    crossed.send(1)
+    crossed.check(1, [*crossed.fleet, beside])
+    crossed.begin(2)
+    second.kill()
+    report = crossed.end()
+    assert list(report.dropped) == [beside.url]
+    crossed.check(2, crossed.fleet)
+
+
+def test_hosts_leave_and_join(crossed: Crossed) -> None:
+    """Ranks other than 0 learn of it before the next update."""
+    crossed.connect((0, 1, 1))
+    crossed.send(1)
+    first, feeder, beside = crossed.fleet
+    together(crossed.crew, "call", "remove", feeder.url)
+    assert crossed.send(2).version == 2
+    crossed.check(2, [first, beside])
+    assert feeder.reading() == 1
+    added = together(crossed.crew, "call", "add", feeder.url)
+    assert not [outcome for outcome in added if isinstance(outcome, Exception)], added
+    crossed.check(2, crossed.fleet)
+    for version in (3, 4):
+        assert crossed.send(version).version == version
+        crossed.check(version, crossed.fleet)
+    together(crossed.crew, "call", "remove", first.url)
+    assert crossed.send(5).version == 5
+    crossed.check(5, [feeder, beside])
+
+
+def test_a_trainer_host_that_a_receiver_cannot_reach(crossed: Crossed) -> None:
+    """The tensors are gathered, for a reason that names it, and sent by rank 0."""
+    first, second, deaf, other = crossed.network.hosts
+    with half_reachable(second, deaf=deaf, others=[first, other]) as address:
+        crossed.fleet = [each.receiver("http", model="squares") for each in crossed.hosts]
+        crossed.crew = crossed._stack.enter_context(
+            several_hosts.ranks(first, second, model="squares")
+        )
+        crossed.crew[1].do("environ", "WEIGHTSYNC_ADDRESS", address)
+        urls = [remote.url for remote in crossed.fleet]
+        outcomes = together(crossed.crew, "connect", urls, timeout_s=2.0)
+        assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)], outcomes
+        crossed.begin(1, None)
+        report, _ = (rank.end() for rank in crossed.crew)
+    reason = report.gathered["all tensors"]
+    assert address in reason
+    assert crossed.fleet[0].url in reason
+    crossed.check(1, crossed.fleet)
+
+
+def _error(rank: Trainer) -> ws.WeightSyncError:
+    with pytest.raises(ws.WeightSyncError) as raised:
+        rank.end(timeout_s=processes.WAIT_S)
+    return raised.value
