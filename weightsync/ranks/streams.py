@@ -125,7 +125,8 @@ def _cut(box: Slice, wants: Sequence[Sequence[Slice]]) -> list[_Part]:
 def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
     """Return the plan for ranks that told this about their holdings, in the order of the ranks.
 
-    Each box has one owner: of ranks that hold equal ones, that with the fewest bytes so far.
+    Each box has one owner: of ranks that hold equal ones, that whose host has the fewest bytes so
+    far, and on one host that with the fewest itself.
     """
     ranks = list(map(_decode, told))
     for rank, one in enumerate(ranks):
@@ -138,7 +139,8 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         return StreamPlan(why_not=f"{name}: {reason}")
     try:
         wants = place_whole([spec for spec in manifest.specs if spec.name not in gathered])
-        plan = plan_reshard(placed_from(manifest, held), wants)
+        hosts = {rank: one.host for rank, one in enumerate(ranks)}
+        plan = plan_reshard(placed_from(manifest, held), wants, rank_hosts=hosts)
     except (ConfigError, ManifestMismatchError) as exc:
         return StreamPlan(why_not=str(exc))
     streams = []

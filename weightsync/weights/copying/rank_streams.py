@@ -25,6 +25,7 @@ from weightsync.weights.copying.reshard import (
     LocalBox,
     Loop,
     Region,
+    has_common,
     place,
     place_whole,
     plan_reshard,
@@ -136,17 +137,10 @@ def met_by(stream: RankStream, wants: Sequence[tuple[int, Slice]]) -> list[int]:
     for i, (index, box) in enumerate(zip(stream.indices, stream.boxes, strict=True)):
         key = box, tuple(wanted[index])
         if key not in known:
-            known[key] = any(_meet(box, want) for want in key[1])
+            known[key] = any(has_common(box, want) for want in key[1])
         if known[key]:
             found.append(i)
     return found
-
-
-def _meet(box: Slice, other: Slice) -> bool:
-    return all(
-        any(begin < last and first < end for begin, end in own for first, last in theirs)
-        for own, theirs in zip(box.spans, other.spans, strict=True)
-    )
 
 
 def check_coverage(model: Manifest, streams: Sequence[RankStream]) -> None:
