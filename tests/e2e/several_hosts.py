@@ -326,12 +326,26 @@ class OneAtATime(HttpTransport):
             return super().call(request, timeout_s=timeout_s)
 
 
+class Gathered(ws.WrappingSource):
+    """The tensors of a model, of which it does not say which rank holds what."""
+
+    @property
+    def manifest(self) -> ws.Manifest:
+        return self.source.manifest
+
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return pairs
+
+
 class _Work:
     """The calls that a trainer's process handles; one method per call."""
 
     def __init__(self) -> None:
         self.twin = models.make("plain")
         self.model: nn.Module = self.twin
+        self.gathers = False
         self.sender: Any = None
 
     def join(self, rank: int, size: int, address: str, port: int, model: str) -> None:
@@ -349,6 +363,14 @@ class _Work:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
+    def gather(self) -> None:
+        """From the next `connect` on, all tensors are gathered."""
+        self.gathers = True
+
+    @property
+    def source(self) -> Any:
+        return Gathered(self.model) if self.gathers else self.model
+
     def environ(self, name: str, value: str) -> None:
         os.environ[name] = value
 
@@ -356,11 +378,11 @@ class _Work:
         if not dist.is_initialized():
             self.model = self.twin = models.make(model)
         options = {"bucket_nbytes": models.BUCKET_NBYTES, **options}
-        self.sender = ws.connect(self.model, to=list(to), **options)
+        self.sender = ws.connect(self.source, to=list(to), **options)
         return str(self.sender.path)
 
     def connect_one_at_a_time(self, to: Sequence[str], **options: Any) -> None:
-        self.sender = ws.connect(self.model, to=[OneAtATime(url) for url in to], **options)
+        self.sender = ws.connect(self.source, to=[OneAtATime(url) for url in to], **options)
 
     def connect_to_die(self, dies: str, first: str) -> None:
         self.model = self.twin = models.make("plain")

@@ -1,4 +1,4 @@
-"""A sharded trainer whose ranks are on two hosts, and receivers on three."""
+"""A sharded trainer whose ranks are on two hosts and gather, and receivers on three."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def sharded(network: HostNetwork, served: list[processes.Host]) -> Iterator[Shar
     a, b, _ = network.hosts
     places = [served[host].receiver("http", model="plain") for host in (A, B, B, C)]
     with several_hosts.ranks(a, b) as crew:
+        together(crew, "gather")
         yield Sharded(crew, places)
     for process in served:
         process.forget()
