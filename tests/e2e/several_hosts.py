@@ -415,6 +415,15 @@ class _Work:
             self.fill(seed)
         return cast(ws.SyncReport, self.sender.send_weights(**options))
 
+    def send_copy(self, seed: int) -> ws.SyncReport:
+        """Send a copy, and change the weights before it is sent."""
+        self.fill(seed)
+        sent = self.sender.send_async()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        return cast(ws.SyncReport, sent.result(WAIT_S))
+
     def send_part(self, seed: int, names: Sequence[str]) -> ws.SyncReport:
         self.fill(seed)
         state = self.model.state_dict()

@@ -83,35 +83,106 @@ def test_nothing_is_gathered(
     assert [name for host in network.hosts for name in segments(host)] == []
 
 
+KINDS: list[dict[str, object]] = [
+    {"sink": "hook", "apply": "in_place"},
+    {"sink": "hook", "apply": "staged"},
+    {"sink": "module", "apply": "in_place"},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_receiver_and_of_update(
+    network: HostNetwork, served: list[processes.Host], kind: dict[str, object]
+) -> None:
+    """Beside a staged module: whole models, parts, copies, and models again."""
+    fleet = [served[B].receiver("http", model="plain", **kind)]
+    fleet.append(served[C].receiver("http", model="plain"))
+    part = ["layers.3.weight", "large"]
+    with several_hosts.ranks(network.hosts[A], network.hosts[B]) as crew:
+        connect(crew, fleet)
+        send(crew, 1)
+        check_all_hold(crew, fleet, 1)
+        reports = together(crew, "send_part", 2, part)
+        assert [report.version for report in reports] == [2, 2], reports
+        wanted = crew[0].do("digests")
+        for remote in fleet:
+            held = remote.digests()
+            assert {name: held[name] for name in part} == {name: wanted[name] for name in part}
+        reports = together(crew, "send_copy", 3)
+        assert [report.version for report in reports] == [3, 3], reports
+        assert reports[0].gathered == {}
+        check_all_hold(crew, fleet, 3)
+        send(crew, 4)
+        check_all_hold(crew, fleet, 4)
+
+
+def test_a_slow_receiver_that_cannot_answer_beside_its_work_is_waited_for(
+    network: HostNetwork, served: list[processes.Host]
+) -> None:
+    slow = {"sink": "hook", "apply": "in_place", "model": "plain", "delay_s": 4.4}
+    fleet = [served[C].receiver("http", **slow), served[C].receiver("http", model="plain")]
+    urls = [remote.url for remote in fleet]
+    with several_hosts.ranks(network.hosts[A], network.hosts[B]) as crew:
+        given = {"timeout_s": 2.0, "bucket_nbytes": 16 << 20}
+        assert together(crew, "connect_one_at_a_time", urls, **given) == [None, None]
+        report = send(crew, 1)
+        assert report.gathered == {}
+        assert max(report.receivers[0].seconds.values()) > 4.0
+        check_all_hold(crew, fleet, 1)
+
+
 @pytest.fixture
 def four() -> Iterator[HostNetwork]:
     with host_network(4) as made:
         yield made
 
 
-def test_only_what_a_host_loads_leaves_each_rank(four: HostNetwork) -> None:
-    """Two ranks with rows on two hosts, and two workers with columns on two others."""
-    shards = [(0, 2), (1, 2)]
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_only_what_a_host_loads_leaves_each_rank(
+    four: HostNetwork, workers: int, verify: bool
+) -> None:
+    """Two ranks with rows on two hosts, and workers with columns on two others."""
+    shards = [(k, 2 * workers) for k in range(2 * workers)]
     hosts = four.hosts
     with ExitStack() as stack:
-        served = [stack.enter_context(several_hosts.receivers(host)) for host in hosts[2:]]
-        fleet = [
-            each.receiver("http", model="squares", shard=shard)
-            for each, shard in zip(served, shards, strict=True)
-        ]
+        fleet = []
+        for number, shard in enumerate(shards):
+            on = stack.enter_context(several_hosts.receivers(hosts[2 + number // workers]))
+            fleet.append(on.receiver("http", model="squares", shard=shard))
         crew = stack.enter_context(several_hosts.ranks(*hosts[:2], model="squares"))
-        connect(crew, fleet, delta="off")
+        connect(crew, fleet, delta="off", verify=verify)
         for version in (1, 2):
             before = [sent_nbytes(host) for host in hosts]
             report = send(crew, version)
             sent = [sent_nbytes(host) - was for host, was in zip(hosts, before, strict=True)]
-            assert (report.gathered, report.verified) == ({}, "held")
+            assert (report.gathered, report.verified) == ({}, "held" if verify else "none")
             for remote, shard in zip(fleet, shards, strict=True):
                 assert remote.digests() == crew[0].do("digests", shard), remote.url
                 assert remote.reading() == version
             half = report.nbytes / 2
             assert all(half < nbytes < 1.05 * half for nbytes in sent[:2]), (sent, half)
             assert all(nbytes < 0.05 * half for nbytes in sent[2:]), (sent, half)
+
+
+def test_shards_take_deltas_after_updates_that_crossed_whole(four: HostNetwork) -> None:
+    """A receiver of shards adds up all of a stream, which a host gets while a delta may follow."""
+    hosts = four.hosts
+    with ExitStack() as stack:
+        fleet = []
+        for host, shard in zip(hosts[2:], [(0, 2), (1, 2)], strict=True):
+            on = stack.enter_context(several_hosts.receivers(host))
+            fleet.append((on.receiver("http", model="squares", shard=shard), shard))
+        crew = stack.enter_context(several_hosts.ranks(*hosts[:2], model="squares"))
+        connect(crew, [remote for remote, _ in fleet], delta="always")
+        send(crew, 1)
+        for version in (2, 3):
+            together(crew, "touch", version)
+            report = send(crew, None)
+            assert report.delta is not None
+            assert report.delta.sent, report.delta.reason
+            for remote, shard in fleet:
+                assert remote.digests() == crew[0].do("digests", shard), remote.url
 
 
 @pytest.mark.parametrize(("ranks", "places"), [((A, B), (C,)), ((A, A), (A, B))])
