@@ -378,3 +378,24 @@ def test_memory_is_not_used_again_while_it_is_sent(ends: str) -> None:
     assert not ended.wait(0.3), "and waited for"
     held.detach(cursor)
     assert ended.wait(5)
+
+
+def test_a_host_gets_no_bytes_of_chunks_that_it_does_not_want() -> None:
+    """It gets their fingerprints; nothing is read again for it."""
+
+    def again(chunk: int) -> memoryview:
+        raise AssertionError(f"chunk {chunk} is read again")
+
+    made = ChunkWindow(4, LONG_S)
+    made.begin(1, 2, [[FIRST], [SECOND]], again, {FIRST: {1}, SECOND: {0}})
+    offer(made, 0, 1)
+    got = {}
+    for place in (FIRST, SECOND):
+        cursor = attach(made, place)
+        for chunk in (0, 1):
+            given = made.next(cursor)
+            assert given is not None
+            assert (given.kind, given.fingerprints) == (FrameKind.CHUNK, [chunk])
+            got[place, chunk] = bytes(given.data)  # type: ignore[arg-type]  # no Pieces here
+            made.sent(cursor)
+    assert got == {(FIRST, 0): b"\0", (FIRST, 1): b"", (SECOND, 0): b"", (SECOND, 1): b"\1"}

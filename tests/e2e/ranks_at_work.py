@@ -90,6 +90,8 @@ class Trainer:
         self.kind = kind
         self.model = MODELS[kind]()
         self.source: Any = self.model
+        if options.pop("gathers", False):
+            self.source = Gathered(self.model)
         fault = options.pop("fault", None)
         if fault is not None:
             self.source = Faulty(rank, self.model, fault)

@@ -34,6 +34,7 @@ import weightsync as ws
 from tests.children import CONTEXT
 from tests.e2e import models, processes
 from tests.e2e.processes import WAIT_S, Remote
+from tests.e2e.ranks_at_work import Gathered
 from tests.hosts.isolation import TOOL_PATH
 from tests.hosts.namespaces import BRIDGE, DEVICE, Host
 from weightsync.transports.http import HttpTransport
@@ -324,19 +325,6 @@ class OneAtATime(HttpTransport):
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         with self._lock:
             return super().call(request, timeout_s=timeout_s)
-
-
-class Gathered(ws.WrappingSource):
-    """The tensors of a model, of which it does not say which rank holds what."""
-
-    @property
-    def manifest(self) -> ws.Manifest:
-        return self.source.manifest
-
-    def convert(
-        self, pairs: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        return pairs
 
 
 class _Work:

@@ -213,7 +213,7 @@ def test_ranks_that_make_different_calls(ranks: Crew, host: Host) -> None:
 def test_a_receiver_that_fails_in_the_middle(ranks: Crew, host: Host, moved: int | None) -> None:
     """Fed by rank 0, or by rank 1; all ranks hear of it, and the next update heals it."""
     to = receivers(host, 1, sink="hook", apply="in_place")
-    start(ranks, to, host=moved, **SMALL)
+    start(ranks, to, host=moved, gathers=True, **SMALL)
     if moved is not None:
         assert ranks.run(feeding) == [rank == 1 for rank in range(len(ranks.run(feeding)))]
     ranks.run(work.step_and_send)
@@ -267,15 +267,18 @@ def test_a_word_for_each_group_and_none_for_chunks(ranks: Crew, host: Host) -> N
     assert few[1] == GROUPS + 2  # and one at the end of each of the two steps
 
 
-@pytest.mark.parametrize(("kind", "questions", "words"), [("plain", 0, 2), ("fsdp", 1, GROUPS + 2)])
-def test_a_steady_gathered_update_is_three_commands(
-    ranks: Crew, host: Host, kind: str, questions: int, words: int
+@pytest.mark.parametrize(
+    ("kind", "options", "questions", "words"),
+    [("plain", {"host": 0}, 0, 2), ("fsdp", {"gathers": True}, 1, GROUPS + 2)],
+)
+def test_a_steady_update_by_one_rank_is_three_commands(
+    ranks: Crew, host: Host, kind: str, options: dict[str, Any], questions: int, words: int
 ) -> None:
     """Begin, Transfer, End, and the end of the call; ranks reply while they wait for the next one.
 
     Only where the ranks gather what they send do they compare what they know of its changes.
     """
-    start(ranks, receivers(host, 1), kind, delta="always", backend="tcp")
+    start(ranks, receivers(host, 1), kind, delta="always", **options)
     for version in (1, 2):
         assert ranks.run(work.step_and_send)[0][0].result.version == version
     for counts in ranks.run(work.count_steady_calls):

@@ -18,7 +18,7 @@ from tests.e2e.test_ranks import SMALL, check_alike, check_sent, receivers, star
 from weightsync.ranks import comm
 
 RING: dict[str, Any] = {"packed": True, **SMALL}
-GATHERED: dict[str, Any] = {"backend": "tcp"}
+GATHERED: dict[str, Any] = {"gathers": True}
 WAYS: dict[str, dict[str, Any]] = {"registered": {}, "ring": RING}
 
 

@@ -18,7 +18,7 @@ from weightsync.errors import ConfigError
 from weightsync.ranks.commands import RankInfo
 from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member
-from weightsync.update.paths import Candidate, candidates, spanning_paths
+from weightsync.update.paths import Candidate, candidates, span_ranks, spanning_paths
 from weightsync.update.paths import assign as assign_paths
 from weightsync.wire.messages import PROTOCOL, Status
 
@@ -186,3 +186,48 @@ class TestOfAllRanks:
         older = member(HERE)
         why = spanning_paths([older], CPU, IPC)
         assert why == f"{older.target} reads from one rank by ipc"
+
+    def spanned(
+        self,
+        ranks: Sequence[RankInfo],
+        *members: Member,
+        refused: Sequence[tuple[Member, str]] = (),
+        backends: str = "auto",
+    ) -> dict[Member, tuple[str, list[str]]] | str:
+        for one in members:
+            one.status.backends.update(ipc={"streams": True}, tcp={"streams": True})
+        found = span_ranks(members, ranks, BACKENDS[backends], refused, ordered=False)
+        if isinstance(found, str):
+            return found
+        return {
+            one: (name, [reach.path for reach in spanning.paths.values()])
+            for name, spanning in found.items()
+            for one in spanning.members
+        }
+
+    def test_each_receiver_by_the_backend_that_reaches_it_best(self) -> None:
+        near, far = member(HERE), member(THERE)
+        wanted = {near: ("ipc", ["shared_memory"]), far: ("tcp", ["tcp"])}
+        assert self.spanned(CPU, near, far) == wanted
+
+    def test_a_ring_that_feeds_other_hosts_too_is_on_the_host(self) -> None:
+        near, far = member("GPU-0", HERE), member(THERE)
+        alone, beside = self.spanned(GPUS[:1], near), self.spanned(GPUS[:1], near, far)
+        assert alone == {near: ("ipc", ["cuda_ipc"])}
+        assert beside == {near: ("ipc", ["shared_memory"]), far: ("tcp", ["tcp"])}
+
+    def test_ranks_on_several_hosts_reach_all_over_the_network(self) -> None:
+        near = member(HERE)
+        assert self.spanned([card(HERE), card(THERE)], near) == {near: ("tcp", ["tcp", "tcp"])}
+
+    def test_what_was_refused_is_not_tried_again(self) -> None:
+        near = member(HERE)
+        assert self.spanned(CPU, near, refused=[(near, "ipc")]) == {near: ("tcp", ["tcp"])}
+        both = [(near, "ipc"), (near, "tcp")]
+        assert self.spanned(CPU, near, refused=both) == f"no path is left to {near.target}"
+
+    def test_why_no_backend_spans_the_ranks(self) -> None:
+        far = member(THERE)
+        why = self.spanned(CPU, far, backends="ipc")
+        assert isinstance(why, str)
+        assert why.startswith(f"rank 0 does not reach {far.target}: ")

@@ -19,6 +19,7 @@ from weightsync.weights.copying.reshard import ReshardPlan, place_whole, plan_re
 from weightsync.weights.copying.shards import Slice, gather, is_sharded
 from weightsync.weights.sources.base import BaseTensors, SourceExtras, WeightSource
 from weightsync.weights.sources.exchange import (
+    RankHoldings,
     decode_holdings,
     encode_holdings,
     gathered_from,
@@ -57,7 +58,8 @@ class StreamPlan:
     `streams` are those of all ranks, in their order. `gathered` are the tensors, with the reasons,
     that all ranks make together: rank 0 sends them. `held[r][i]` is the box of rank r that has box
     i of its stream: the same one, unless `cut` has cut it. Only boxes whose memory `stays` are cut.
-    `hosts[r]` is the number of rank r's host among those of the ranks.
+    `hosts[r]` is the number of rank r's host among those of the ranks. `is_replicated`: each rank
+    holds all tensors whole, so that any one of them could send for all without a gather.
     """
 
     streams: Sequence[RankStream] = ()
@@ -67,6 +69,7 @@ class StreamPlan:
     held: Sequence[Sequence[Slice]] = ()
     stays: bool = True
     hosts: Sequence[int] = ()
+    is_replicated: bool = False
 
     def cut(self, wants: Sequence[WantsInfo]) -> StreamPlan:
         """Return the plan whose boxes are cut where these receivers' are: each reads its own.
@@ -161,7 +164,15 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         held=held_boxes,
         stays=stays,
         hosts=[numbers.setdefault(one.host, len(numbers)) for one in ranks],
+        is_replicated=not gathered and all(_holds_all(manifest, listed) for listed in held),
     )
+
+
+def _holds_all(manifest: Manifest, held: RankHoldings) -> bool:
+    """Whether a rank has all tensors, each as one box."""
+    specs = manifest.specs
+    whole = {i for i, box in held.listed() if box == Slice.whole_of(specs[i].shape)}
+    return all(i in whole for i, spec in enumerate(specs) if spec.nbytes)
 
 
 def _owned(

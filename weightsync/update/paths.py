@@ -242,6 +242,8 @@ class PathSelector:
             found = span_ranks(
                 members, group.rank_infos, self._backends, refused, ordered=self._ordered
             )
+            if not isinstance(found, str) and self._is_nearer(members, found):
+                found = "each rank has all tensors, and one on the host of each receiver sends them"
             if isinstance(found, str):
                 self.why_gathered = self.why_gathered or found
                 break
@@ -264,6 +266,15 @@ class PathSelector:
         for member in members:
             member.ranks = ()
         return False
+
+    def _is_nearer(self, members: Sequence[Member], found: Mapping[str, Spanning]) -> bool:
+        """Whether single ranks, which hold all tensors, reach all members by cheaper paths."""
+        if not self._group.worker.plan.is_replicated:
+            return False
+        listed = [self._candidates(member) for member in members]
+        single = max((min(c.cost for c in each) for each in listed if each), default=math.inf)
+        costs = [reach.cost for spanning in found.values() for reach in spanning.paths.values()]
+        return all(listed) and single < max(costs, default=0.0)
 
     def _open_spanning(self, found: Mapping[str, Spanning]) -> list[MemberReply]:
         """Connect all members to the streams of all ranks; return the results that failed."""

@@ -147,7 +147,7 @@ class TcpWeightTransferEngine(WeightTransferEngine):
             key = target.memory
             known = None if key is None else self._complete.get(key)
             if known != chunks:
-                _check_complete(layout, target, chunks)
+                check_complete(layout, target, chunks)
                 if key is not None:
                     self._complete[key] = chunks
             return target
@@ -262,7 +262,7 @@ def chunks_without(chunks: Sequence[tuple[int, int]] | None, count: int) -> froz
     return frozenset(range(count)).difference(inside)
 
 
-def _check_complete(
+def check_complete(
     layout: StreamLayout, target: LoadTarget, chunks: Sequence[tuple[int, int]]
 ) -> None:
     """Raise ProtocolError where a load target needs a chunk that does not come."""
