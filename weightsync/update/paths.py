@@ -253,6 +253,7 @@ class PathSelector:
                     self.withdraw()
                     failed = self._open_spanning(found)
             except BackendUnavailableError as exc:  # of a rank
+                logger.warning("the ranks gather all tensors: %s", exc)
                 self.why_gathered = str(exc)
                 break
             if not failed:
