@@ -123,7 +123,7 @@ def test_a_slow_receiver_that_cannot_answer_beside_its_work_is_waited_for(
     fleet = [served[C].receiver("http", **slow), served[C].receiver("http", model="plain")]
     urls = [remote.url for remote in fleet]
     with several_hosts.ranks(network.hosts[A], network.hosts[B]) as crew:
-        given = {"timeout_s": 2.0, "bucket_nbytes": 16 << 20}
+        given = {"timeout_s": 2.0, "bucket_nbytes": 1 << 20}
         assert together(crew, "connect_one_at_a_time", urls, **given) == [None, None]
         report = send(crew, 1)
         assert report.gathered == {}
