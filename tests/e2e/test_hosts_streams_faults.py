@@ -218,7 +218,7 @@ def test_a_trainer_host_that_a_receiver_cannot_reach(crossed: Crossed) -> None:
         )
         crossed.crew[1].do("environ", "WEIGHTSYNC_ADDRESS", address)
         urls = [remote.url for remote in crossed.fleet]
-        outcomes = together(crossed.crew, "connect", urls, timeout_s=2.0)
+        outcomes = together(crossed.crew, "connect", urls, timeout_s=TIMEOUT_S)
         assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)], outcomes
         crossed.begin(1, None)
         report, _ = (rank.end() for rank in crossed.crew)
