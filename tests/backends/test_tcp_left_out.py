@@ -33,7 +33,6 @@ class _Target(PartTarget):
 
 
 def test_the_chunks_that_do_not_come() -> None:
-    assert chunks_without(None, 3) == frozenset()
     assert chunks_without([(0, 1), (2, 3)], 3) == {1}
     assert chunks_without([], 3) == {0, 1, 2}
 

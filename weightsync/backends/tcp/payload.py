@@ -80,15 +80,22 @@ class RelayedUpdate(RingUpdate, frozen=True, kw_only=True):
 
     `readers` are the reader indices on the ring of its host. `sources` serve the chunks, the best
     first and the sender last. `followers` are the places of the hosts after this one, nearest
-    first; they read from the nearest host before them that works. Of the chunks only those of
-    `chunks` come (numbers of the first and of the one after the last, growing): the readers of this
-    host want nothing of the others. None: all come.
+    first; they read from the nearest host before them that works.
     """
 
     readers: Annotated[list[Size], Meta(max_length=4096)] = field(default_factory=list)
     sources: Annotated[list[Peer], Meta(max_length=4096)] = field(default_factory=list)
     followers: Annotated[list[Size], Meta(max_length=4096)] = field(default_factory=list)
-    chunks: Annotated[list[tuple[Size, Size]], Meta(max_length=MAX_TENSORS)] | None = None
 
 
-prepare(TcpInit, HostRing, RelayedUpdate)
+class PartlyRelayedUpdate(RelayedUpdate, frozen=True, kw_only=True):
+    """An update of which only the bytes of some `chunks` come to a host, and all fingerprints.
+
+    `chunks` are runs, growing: the first, and the one after the last. The readers of the host want
+    nothing of the others.
+    """
+
+    chunks: Annotated[list[tuple[Size, Size]], Meta(max_length=MAX_TENSORS)]
+
+
+prepare(TcpInit, HostRing, RelayedUpdate, PartlyRelayedUpdate)

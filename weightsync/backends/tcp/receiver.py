@@ -25,7 +25,14 @@ from weightsync.backends.base import (
 from weightsync.backends.rank_streams import RankStreamsEngine
 from weightsync.backends.ring import Ring, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
-from weightsync.backends.tcp.payload import HostRing, Membership, Peer, RelayedUpdate, TcpInit
+from weightsync.backends.tcp.payload import (
+    HostRing,
+    Membership,
+    PartlyRelayedUpdate,
+    Peer,
+    RelayedUpdate,
+    TcpInit,
+)
 from weightsync.backends.tcp.relay import HostRelay, RelayUpdate
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.shm.ring import Control
@@ -103,9 +110,11 @@ class TcpWeightTransferEngine(WeightTransferEngine):
 
     def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
         """Load an update chunk by chunk; the relay is at work in between, too."""
-        update = decode_payload(update_info.payload, RelayedUpdate)
+        payload = update_info.payload
+        is_part = isinstance(payload, Mapping) and "chunks" in payload
+        update = decode_payload(payload, PartlyRelayedUpdate if is_part else RelayedUpdate)
         info = replace(update_info, payload=update)
-        if update.chunks is not None:
+        if isinstance(update, PartlyRelayedUpdate):
             # Without all bytes there is no sum of them, and no base of a delta.
             info = replace(info, delta_follows=False)
             context = self._with_all_chunks(context, update.chunks)
@@ -247,14 +256,16 @@ def _relay_update(
         sizes=sizes,
         sources=update.sources,
         followers=update.followers,
-        left_out=chunks_without(update.chunks, len(sizes)),
+        left_out=(
+            chunks_without(update.chunks, len(sizes))
+            if isinstance(update, PartlyRelayedUpdate)
+            else ()
+        ),
     )
 
 
-def chunks_without(chunks: Sequence[tuple[int, int]] | None, count: int) -> frozenset[int]:
-    """Return which of `count` chunks are not among these; None is all. Raises ProtocolError."""
-    if chunks is None:
-        return frozenset()
+def chunks_without(chunks: Sequence[tuple[int, int]], count: int) -> frozenset[int]:
+    """Return which of `count` chunks are not among these. Raises ProtocolError."""
     ends = [end for each in chunks for end in each]
     if ends != sorted(ends) or (ends and ends[-1] > count):
         raise ProtocolError(f"the update lists chunks {chunks[:10]} of {count}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from weightsync.backends.base import (
     Check,
@@ -37,6 +37,7 @@ from weightsync.backends.tcp.payload import (
     SECRET_NBYTES,
     HostRing,
     Membership,
+    PartlyRelayedUpdate,
     Peer,
     RelayedUpdate,
     TcpInit,
@@ -241,9 +242,10 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         updates: dict[int, RelayedUpdate] = {}
         left_out: dict[int, Container[int]] = {}
         for (_, wants), chain in by_network.items():
-            chunks = None if wants is None else self._chunks_of(stream.layout, wants)
-            plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True, chunks=chunks)
-            if chunks is not None:
+            plain = RelayedUpdate(epoch=stream.epoch, base=stream.base, packed=True)
+            if wants is not None:
+                chunks = self._chunks_of(stream.layout, wants)
+                plain = PartlyRelayedUpdate(**asdict(plain), chunks=chunks)
                 without = chunks_without(chunks, len(stream.layout.chunks))
                 left_out.update((host.peer.place, without) for host in chain)
             for i, host in enumerate(chain):
