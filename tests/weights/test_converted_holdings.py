@@ -166,7 +166,10 @@ def test_experts_are_views_of_the_stack() -> None:
         assert {name.split(".")[2] for name in held.names} == {"2", "3"}  # this rank's two
         memory = {t.untyped_storage().data_ptr() for t in held_by(source.source).tensors()}
         assert {t.untyped_storage().data_ptr() for _, t in held.pairs()} == memory
-        assert not held.stays  # views on the CPU are copied
+        assert held.stays
+        assert held.bases is not None
+        stack_of = {id(tensor) for tensor in held_by(source.source).tensors()}
+        assert {id(base) for base in held.bases()} <= stack_of
         stack: Any = model.mlp.experts["down_proj"]
         stack._local_tensor.fill_(7)
         assert dict(held.pairs())["mlp.experts.3.down_proj.weight"].eq(7).all()

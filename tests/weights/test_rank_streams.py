@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from functools import partial
 from unittest import mock
 
@@ -15,9 +16,11 @@ from msgspec import structs
 
 from tests.soak.sizes import sizes
 from tests.weights.test_reshard import Case, cases, cut, random_tensor
+from weightsync.backends.ipc.memory import held_tensors, register
 from weightsync.backends.rank_streams import parts_in
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, TransferError
 from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
+from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying.checksums import SumsCompared, compare_sums, join_parts
@@ -295,3 +298,74 @@ def test_whole_units_are_read_back_where_they_are_written() -> None:
     assert before == xxh3(memoryview(b"\1" * 16 + b"\0" * 48))
     target[20] = 7
     assert unit.fingerprint() != before
+
+
+class Fused:
+    """A source of one rank whose parameters each hold several tensors."""
+
+    def __init__(self) -> None:
+        self.rows = torch.nn.Parameter(torch.arange(24.0).view(6, 4))
+        self.stack = torch.nn.Parameter(torch.arange(24.0, 36.0).view(2, 2, 3))
+
+    def parts(self) -> list[torch.Tensor]:
+        rows, stack = self.rows.detach(), self.stack.detach()
+        return [rows[:2], rows[2:5], rows[5:, :2], rows[:2, 1:3], *stack.mT, stack[1]]
+
+    def bases(self) -> list[torch.Tensor]:
+        return [*[self.rows] * 4, *[self.stack] * 3]
+
+    def stream(self) -> StreamSource:
+        parts = self.parts()
+        names = [f"layers.{i}" for i in range(len(parts))]
+        specs = [
+            TensorSpec(n, "float32", tuple(t.shape)) for n, t in zip(names, parts, strict=True)
+        ]
+        model = Manifest(tuple(specs))
+        boxes = [Slice.whole_of(spec.shape) for spec in specs]
+        held = Holdings(names, boxes, self.parts, bases=self.bases)
+        plan = plan_streams(model, [encode_held(held, model, "HOST-1")])
+        return StreamSource(mock.Mock(), plan, 0, held)
+
+
+def test_views_are_read_where_the_tensors_that_hold_them_are() -> None:
+    """These move into shared memory, though an update uses views of them at that time."""
+    fused = Fused()
+    source = fused.stream()
+    layout = StreamLayout(source.manifest)
+    in_use = source.stable_tensors()
+    with closing(register(layout, source, in_use, None, adopt=True)) as memory:
+        assert isinstance(memory, SharedStream)
+        held = held_tensors(memory, source)
+        assert held is not None
+        memory.adopt(held)
+        begin, end = memory.segment.address, memory.segment.address + memory.segment.nbytes
+        for step in range(3):
+            with torch.no_grad():
+                fused.rows.add_(step)
+                fused.stack.add_(step)
+            held = held_tensors(memory, source)
+            assert held is not None
+            memory.refresh(held)
+            assert all(begin <= p.data_ptr() < end for p in (fused.rows, fused.stack))
+            for flat, part in zip(memory.tensors, fused.parts(), strict=True):
+                assert torch.equal(flat, as_bytes(part.contiguous()))
+        # What is no run of bytes is copied for each update: two columns, and what is transposed.
+        assert memory.copied_nbytes == 4 * (2 * 2 + 2 * 6)
+        assert in_use is not None
+        assert begin <= in_use[0].data_ptr() < end  # those in use went along
+
+
+def test_a_parameter_with_other_memory_is_moved_again() -> None:
+    fused = Fused()
+    source = fused.stream()
+    layout = StreamLayout(source.manifest)
+    with closing(register(layout, source, source.stable_tensors(), None, adopt=True)) as memory:
+        assert isinstance(memory, SharedStream)
+        for value in (1.0, 2.0):
+            fused.rows.data = torch.full((6, 4), value)
+            held = held_tensors(memory, source)
+            assert held is not None
+            assert not memory.occupied(held)
+            memory.refresh(held)
+            assert memory.tensors[1].view(torch.float32).eq(value).all()
+            assert memory.segment.address <= fused.rows.data_ptr()

@@ -468,6 +468,10 @@ class SourceOfUpdate:
         """Return tensors that share the memory of stable ones, and follow where that is moved."""
         return SourceMemory(self._given).buffers()
 
+    def views(self) -> Sequence[torch.Tensor]:
+        """Return views of the bases that are in use: they follow where these are moved."""
+        return SourceMemory(self._given).views()
+
     def take_merged(self) -> tuple[int, int] | None:
         """Return what the last pass counted of merged adapters; see WeightSource.take_merged."""
         return SourceExtras(self._given).take_merged()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -199,6 +201,17 @@ def _owned(
     return sorted(found, key=lambda one: (one[0], one[1].spans))
 
 
+class _Bases(NamedTuple):
+    """The tensors in whose memory the boxes of a stream are.
+
+    `bases` are places in the holdings, or -1 where a box, by its index, is one itself. `where[i]`
+    is the base of box i, and its first byte there.
+    """
+
+    bases: list[tuple[int, int]]
+    where: list[tuple[int, int]]
+
+
 class StreamSource:
     """WeightSource of one rank's stream: its own boxes, as they lie in memory, without a gather.
 
@@ -229,6 +242,9 @@ class StreamSource:
             for box, part in zip(boxes, self.stream.boxes, strict=True)
         ]
         self._is_cut = any(inside is not None for inside in self._inside)
+        self._has_views = self._is_cut or holdings.bases is not None
+        self._where: _Bases | None = None
+        self._views: list[weakref.ref[torch.Tensor]] = []
         self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in self.manifest.specs]
 
     def gather(self, meet: Callable[[], None]) -> None:
@@ -307,24 +323,40 @@ class StreamSource:
         return SourceExtras(self._source).changed
 
     def bases(self) -> BaseTensors | None:
-        """Return the tensors in whose memory the boxes are; None where these are not cut."""
-        if not (self._is_cut and self._holdings.stays):
+        """Return the tensors in whose memory the boxes are; None where these are no views.
+
+        Which ones these are, and where the boxes are in them, is that of the first call.
+        """
+        if not self._holdings.stays or not self._has_views:
             return None
-        tensors = self._holdings.tensors()
-        bases: list[torch.Tensor] = []
+        held = self._holdings.tensors() if self._holdings.bases is None else self._holdings.bases()
+        if self._where is None:
+            self._where = self._find_bases(held)
+        if any(place < 0 for place, _ in self._where.bases):
+            boxes = self._read()
+            bases = [held[p] if p >= 0 else boxes[i] for p, i in self._where.bases]
+        else:
+            bases = [held[place] for place, _ in self._where.bases]
+        return BaseTensors(bases, self._where.where)
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the views of the bases that are in use now: they follow when those are moved."""
+        found = (find() for find in self._views)
+        return [view for view in found if view is not None]
+
+    def _find_bases(self, held: Sequence[torch.Tensor]) -> _Bases:
+        found = _Bases([], [])
         known: dict[int, int] = {}
-        where: list[tuple[int, int]] = []
-        for place, inside, box in zip(self._places, self._inside, self._read(), strict=True):
-            if inside is None or not box.is_contiguous():
-                where.append((len(bases), 0))
-                bases.append(box)
-                continue
-            if place not in known:
-                known[place] = len(bases)
-                bases.append(tensors[place])
-            offset = int(box.storage_offset()) - int(tensors[place].storage_offset())
-            where.append((known[place], offset * box.element_size()))
-        return BaseTensors(bases, where)
+        for i, (place, box) in enumerate(zip(self._places, self._read(), strict=True)):
+            # What is no run of bytes in its base is copied into one.
+            apart = place < 0 or not (box.is_contiguous() and held[place].is_contiguous())
+            base = box if apart else held[place]
+            at = known.setdefault(-1 - i if apart else id(base), len(found.bases))
+            if at == len(found.bases):
+                found.bases.append((-1 if apart else place, i))
+            offset = int(box.storage_offset()) - int(base.storage_offset())
+            found.where.append((at, offset * box.element_size()))
+        return found
 
     def _read(self) -> list[torch.Tensor]:
         """Return this rank's boxes, gathered tensors as they were last made."""
@@ -334,10 +366,13 @@ class StreamSource:
             for i, (place, name) in enumerate(zip(self._places, self._names, strict=True))
         ]
         if self._is_cut:
-            return [
+            found = [
                 tensor if inside is None else tensor[inside]
                 for tensor, inside in zip(found, self._inside, strict=True)
             ]
+        if self._has_views:
+            self._views = [find for find in self._views if find() is not None]
+            self._views += map(weakref.ref, found)
         return found
 
     def _empty(self, begin: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:

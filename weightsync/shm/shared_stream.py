@@ -43,10 +43,11 @@ class SharedStream:
     """Tensors at `offsets` of a segment of `nbytes` bytes.
 
     `dtypes` and `shapes` are those that are sent. `buffers` returns tensors that may share the
-    storage of one that is moved: its whole storage is moved then, where its place has room.
-    `parts`, each a tensor by its index, the first byte and the bytes, are the registered `tensors`
-    instead of whole ones, and `offsets` are theirs. The
-    constructor creates the segment, and raises SegmentError if `/dev/shm` is too small.
+    storage of one that is moved: its whole storage is moved then, where its place has room. So
+    does `views`, which are in use for an update alone: they are not kept. `parts`, each a tensor by
+    its index, the first byte and the bytes, are the registered `tensors` instead of whole ones, and
+    `offsets` are theirs. The constructor creates the segment, and raises SegmentError if `/dev/shm`
+    is too small.
     """
 
     @_plain_tensors()
@@ -59,12 +60,15 @@ class SharedStream:
         *,
         adopt: bool,
         buffers: Callable[[], Sequence[torch.Tensor]] = tuple,
+        views: Callable[[], Sequence[torch.Tensor]] = tuple,
         parts: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         self.segment = Segment.create(max(nbytes, 1))
         self.finalizing = False
         self._adopt = adopt
         self._buffers = buffers
+        self._used = views
+        self._passing: set[int] = set()
         self._rooms = rooms(offsets, nbytes)
         self._adopted: dict[int, list[torch.Tensor]] = {}
         self._alias_storages: dict[int, StorageWeakRef] = {}
@@ -108,7 +112,7 @@ class SharedStream:
         longer in use.
         """
         if self._adopt:
-            known = companions_of(self._buffers())
+            known = self._users()
             for i, (tensor, view) in enumerate(zip(tensors, self._views, strict=True)):
                 companions = _companions(tensor, known)
                 if tensor.shape == view.shape and self._movable(i, tensor, companions):
@@ -123,7 +127,7 @@ class SharedStream:
         if len(self._adopted) == len(self._views) and self._all_in_place(tensors):
             return 0
         copied = 0
-        known = companions_of(self._buffers())
+        known = self._users()
         places = zip(tensors, self._addresses, self._shapes, strict=True)
         for i, (tensor, address, shape) in enumerate(places):
             in_place = tensor.data_ptr() == address and tensor.shape == shape
@@ -191,6 +195,14 @@ class SharedStream:
             if moved[0].data_ptr() == self._addresses[i]:
                 _to_private(moved)
 
+    def _users(self) -> dict[int, list[torch.Tensor]]:
+        """Return the tensors that are known to use each storage, by its address."""
+        lasting, passing = self._buffers(), self._used()
+        known = companions_of([*lasting, *passing])
+        kept = {id(t) for users in companions_of(lasting).values() for t in users}
+        self._passing = {id(t) for users in known.values() for t in users} - kept
+        return known
+
     def _movable(
         self, index: int, tensor: torch.Tensor, companions: Sequence[torch.Tensor]
     ) -> bool:
@@ -224,7 +236,8 @@ class SharedStream:
                     _move([tensor, *companions], self._new_storage(index, tensor))
                 else:
                     tensor.data = self._new_alias(index)
-                self._adopted[index] = [tensor, *companions]
+                lasting = (other for other in companions if id(other) not in self._passing)
+                self._adopted[index] = [tensor, *lasting]
             else:
                 self._adopted.pop(index, None)
         return view.numel() * view.element_size()

@@ -56,13 +56,20 @@ def register(
         parts = [(*place, size) for place, size in zip(bases.where, sizes, strict=True)]
     flats = extras.buffers() if held is not None else ()
     if held is not None and (flats or bases is not None):
-        storages = companion_sizes(flats)
+        storages = companion_sizes([*flats, *extras.views()])
         offsets, nbytes = [], 0
         for tensor in held:
             offsets.append(nbytes)
             nbytes += aligned(max(tensor.nbytes, storages.get(address_of_storage(tensor), 0)))
     return SharedStream(
-        offsets, dtypes, shapes, nbytes, adopt=adopt, buffers=extras.buffers, parts=parts
+        offsets,
+        dtypes,
+        shapes,
+        nbytes,
+        adopt=adopt,
+        buffers=extras.buffers,
+        views=extras.views,
+        parts=parts,
     )
 
 

@@ -312,6 +312,11 @@ class SourceMemory:
         found: Callable[[], Sequence[torch.Tensor]] = getattr(self._source, "buffers", tuple)
         return found()
 
+    def views(self) -> Sequence[torch.Tensor]:
+        """Return views of the bases that an update uses: they follow where these are moved."""
+        found: Callable[[], Sequence[torch.Tensor]] = getattr(self._source, "views", tuple)
+        return found()
+
     def dtensors(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return the DTensors whose local tensors are sent, with their names."""
         found: Callable[[], Sequence[tuple[str, torch.Tensor]]]

@@ -134,12 +134,8 @@ class PerExpertSource(WrappingSource):
         return [part for spec, tensor in pairs for part in self._split(spec.name, tensor)]
 
     def hold(self, held: Holdings) -> Holdings:
-        """Return the boxes of the experts, as views of the parts of fused tensors.
-
-        On the CPU they are copied: registration would move each view into shared memory alone.
-        """
-        stays = held.stays and all(tensor.device.type != "cpu" for tensor in held.tensors())
-        return held.cut(self._cut, stays=stays)
+        """Return the boxes of the experts, as views of the parts of fused tensors."""
+        return held.cut(self._cut)
 
     def _cut(self, name: str, box: Slice) -> Cut:
         """Return the boxes of experts in a box of a fused tensor, and their views."""
@@ -275,7 +271,7 @@ class FusedExpertsSource(WrappingSource):
                 [(self._names[place.fused.name], inner)], lambda tensor: [tensor.unsqueeze(0)]
             )
 
-        return held.cut(cut, stays=True)
+        return held.cut(cut)
 
     def _fuse_spec(self, spec: TensorSpec) -> Iterator[TensorSpec]:
         place = self._places.get(spec.name)

@@ -34,6 +34,8 @@ class Holdings:
         read: returns the tensors that hold the boxes now, in the same order and not cast: a
             sequence where they stay. Raises ManifestMismatchError where the source has changed.
         buffers: returns tensors that use the memory of these, and follow when it is moved.
+        bases: returns for each box the tensor of which it is a view; None where the boxes are no
+            views. On the CPU these are moved into shared memory, and the boxes are read there.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Holdings:
         *,
         gathered: Mapping[str, str] | None = None,
         buffers: Callable[[], Sequence[torch.Tensor]] = tuple,
+        bases: Callable[[], Sequence[torch.Tensor]] | None = None,
         stays: bool = True,
     ) -> None:
         self.names = names
         self.boxes = boxes
         self.gathered = dict(gathered or {})
         self.buffers = buffers
+        self.bases = bases
         self.stays = stays
         self._read = read
         self._shapes = [torch.Size(box.local_shape) for box in boxes]
@@ -94,14 +98,12 @@ class Holdings:
             self._read,
             gathered={rename(name): why for name, why in self.gathered.items()},
             buffers=self.buffers,
+            bases=self.bases,
             stays=self.stays,
         )
 
-    def cut(self, cutter: Callable[[str, Slice], Cut], *, stays: bool) -> Holdings:
-        """Return boxes of other tensors, in views of these.
-
-        `stays` says whether the memory of the views can be registered; only where these stay.
-        """
+    def cut(self, cutter: Callable[[str, Slice], Cut]) -> Holdings:
+        """Return boxes of other tensors, in views of these."""
         assert not self.gathered, "what is gathered has no box to cut"
         cuts = [cutter(name, box) for name, box in zip(self.names, self.boxes, strict=True)]
         listed = [part for cut in cuts for part in cut.parts]
@@ -110,12 +112,17 @@ class Holdings:
             for (_, tensor), cut in zip(self.pairs(), cuts, strict=True):
                 yield from cut.views(tensor)
 
+        def bases() -> list[torch.Tensor]:
+            held = self.tensors() if self.bases is None else self.bases()
+            return [base for base, cut in zip(held, cuts, strict=True) for _ in cut.parts]
+
         return Holdings(
             [name for name, _ in listed],
             [box for _, box in listed],
             read,
             buffers=self.buffers,
-            stays=stays and self.stays,
+            bases=bases,
+            stays=self.stays,
         )
 
 
