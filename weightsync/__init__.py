@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.backends.registry import register_backend
     from weightsync.backends.ring import RingEngine
     from weightsync.integrations.adapters import AdapterSource
+    from weightsync.integrations.megatron import MegatronSource
     from weightsync.integrations.vllm.ipc_engine import (
         IPCTrainerSendWeightsArgs,
         IPCWeightTransferEngine,
@@ -95,6 +96,7 @@ __all__ = [
     "IPCWeightTransferUpdateInfo",
     "Manifest",
     "ManifestMismatchError",
+    "MegatronSource",
     "MergeReport",
     "MissingExtraError",
     "ModuleSink",
@@ -152,6 +154,7 @@ _MODULES = {
     "backends.registry": ("register_backend",),
     "backends.ring": ("RingEngine",),
     "integrations.adapters": ("AdapterSource",),
+    "integrations.megatron": ("MegatronSource",),
     "integrations.vllm.ipc_engine": (
         "IPCTrainerSendWeightsArgs",
         "IPCWeightTransferEngine",

@@ -34,6 +34,7 @@ from weightsync.testing import TinyModel
 ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/command-line.md", "console"): (4, "tests/cli/test_docs_command_line.py"),
     ("docs/command-line.md", "python"): (1, "tests/cli/test_docs_command_line.py"),
+    ("docs/megatron.md", "python"): (2, "tests/integrations/test_megatron_names.py"),
     ("docs/migrating-from-openrlhf.md", "python"): (5, "tests/docs/test_migrating.py"),
     ("docs/adapters.md", "python"): (5, "tests/serve/test_adapters_page.py"),
     ("docs/migrating-from-trl.md", "python"): (3, "tests/docs/test_migrating.py"),

@@ -41,7 +41,12 @@ def test_workflows_run_targets_that_there_are(path: Path) -> None:
 
 def test_ci_and_the_week_run_all_that_the_project_promises() -> None:
     week = jobs_of("weekly")["long"]
-    assert week["strategy"]["matrix"]["target"] == ["test-vllm", "test-verl", "soak"]
+    assert week["strategy"]["matrix"]["target"] == [
+        "test-vllm",
+        "test-verl",
+        "test-megatron",
+        "soak",
+    ]
     runs = {name: [step.get("run") for step in job["steps"]] for name, job in jobs_of("ci").items()}
     assert ".ci/run" in runs["check"]
     assert "make test" in runs["test"]
