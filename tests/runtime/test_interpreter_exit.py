@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import pytest
+
+from tests.children import CONTEXT
+from tests.e2e import processes
+from weightsync.errors import TransferError
+from weightsync.runtime import interpreter_exit
+from weightsync.runtime.tracebacks import concise
 
 RAISES = """
 from weightsync.runtime.interpreter_exit import end_at_exit
@@ -66,3 +75,34 @@ def test_one_that_raises_does_not_keep_the_others_from_their_end(error: str) -> 
 def test_members_that_come_meanwhile_do_no_harm() -> None:
     done = run(NEWCOMERS)
     assert (done.stdout, done.stderr) == ("ends\n", "")
+
+
+def _raise_as_the_interpreter_exits(end: Connection) -> None:
+    """Tell whether memory was freed that the frames of an error in a daemon thread hold."""
+    freed = []
+
+    class Memory:
+        def __del__(self) -> None:
+            freed.append(True)
+
+    @concise
+    def fail() -> None:
+        memory = Memory()
+        raise TransferError(f"with {memory} in a frame")
+
+    def work() -> None:
+        with suppress(TransferError):
+            fail()
+
+    interpreter_exit._end_all()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join()
+    end.send(freed)
+
+
+def test_a_forked_child_frees_nothing_in_threads_as_it_exits() -> None:
+    """It forgets the members of the process that it was forked from, and has some of its own."""
+    ours, theirs = CONTEXT.Pipe()
+    with processes.started(_raise_as_the_interpreter_exits, theirs):
+        assert ours.recv() == []

@@ -25,6 +25,15 @@ _PACKAGES = sysconfig.get_path("purelib") + os.sep  # below the standard library
 _drops = TorchCalls()
 
 
+def _begin_in_child() -> None:
+    """Forked children forget all members of the exit, whose threads they do not have."""
+    global _drops  # noqa: PLW0603  # a fork has one of its own
+    _drops = TorchCalls()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+
+
 def concise(call: Callable[P, T]) -> Callable[P, T]:
     """Decorator of a public call: its WeightSyncErrors are raised as `shortened`."""
 
