@@ -6,17 +6,19 @@ A spawned child needs more than a second of computing for that.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from subprocess import TimeoutExpired
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Self
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -47,7 +49,9 @@ class Program:
     """What `Popen([sys.executable, "-c", script, *arguments])` is, forked from the server.
 
     For scripts that need an interpreter of their own, and not one that has imported nothing. Its
-    ends are text pipes; where `stderr` is None, that of the server is used.
+    ends are text pipes; where `stderr` is None, that of the server is used. With `finalizes` the
+    interpreter ends as that of such a command does, which takes a moment; else after the exit
+    handlers.
     """
 
     def __init__(
@@ -56,14 +60,16 @@ class Program:
         *arguments: object,
         env: Mapping[str, str] | None = None,
         stderr: int | None = None,
+        finalizes: bool = False,
+        make_process: Callable[..., BaseProcess] = CONTEXT.Process,
     ) -> None:
         their_in, our_in = os.pipe()
         our_out, their_out = os.pipe()
         ends = [their_in, their_out, os.dup(2 if stderr is None else stderr)]
         theirs = [Connection(end) for end in ends]  # which can be sent to another process
         environment = dict(os.environ if env is None else env)
-        self._process = CONTEXT.Process(
-            target=_run, args=(script, list(map(str, arguments)), theirs, environment)
+        self._process = make_process(
+            target=_run, args=(script, list(map(str, arguments)), theirs, environment, finalizes)
         )
         self._process.start()
         for end in theirs:
@@ -106,12 +112,19 @@ class Program:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
 def _run(
-    script: str, arguments: list[str], ends: list[Connection], environment: Mapping[str, str]
+    script: str,
+    arguments: list[str],
+    ends: list[Connection],
+    environment: Mapping[str, str],
+    finalizes: bool,
 ) -> None:
     """Be the program, and end as an interpreter does: `multiprocessing` calls no exit handlers."""
     for number, end in enumerate(ends):
@@ -121,17 +134,19 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")  # cleared when the interpreter ends
     code = 0
     try:
-        exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(script, "<string>", "exec"), main.__dict__)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     except BaseException:  # noqa: BLE001  # as the interpreter does
         traceback.print_exc()
         code = 1
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]  # it waits for threads that are no daemons
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if finalizes:
+        ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # it waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

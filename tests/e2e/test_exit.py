@@ -9,15 +9,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
 
 import pytest
 
 import weightsync as ws
+from tests.children import Program
 from tests.e2e import models, processes
 from tests.e2e.processes import wait_until
 
@@ -338,26 +341,64 @@ THREADS_S = 2.0
 """What docs/guarantees.md gives the threads of connections."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Running:
+    """A program whose interpreter ends as that of a command does. It need not import torch anew."""
+
+    def __init__(self, source: str, *arguments: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `program` closes it
+        self._process = Program(source, *arguments, stderr=self._errors.fileno(), finalizes=True)
+        self.pid = self._process.pid
+
+    def readline(self) -> str:
+        """Return the next line of its stdout."""
+        return self._process.stdout.readline()
+
+    def end(self, timeout: float = processes.WAIT_S) -> Ended:
+        """Wait for its end, and return what it has written since."""
+        code = self._process.wait(timeout)
+        self._errors.seek(0)
+        return Ended(code, self._process.stdout.read(), self._errors.read())
+
+    def close(self) -> None:
+        """Kill it, if it has not ended."""
+        self._process.kill()
+        with self._errors, self._process:
+            pass
+
+
+@contextmanager
+def program(source: str, *arguments: str) -> Iterator[Running]:
+    """Run a program that is killed, if it has not ended, when the block does."""
+    running = Running(source, *arguments)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def run(source: str, *arguments: str) -> Ended:
+    """Run a program to its end."""
+    with program(source, *arguments) as running:
+        return running.end(2 * processes.WAIT_S)
+
+
 def test_a_call_in_flight_and_two_that_live() -> None:
     with processes.host() as one, processes.host() as other:
         gone = one.receiver("http", model="plain")
         living = [other.receiver("http", model="plain") for _ in range(2)]
         assert one.process.pid is not None
         try:
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-c",
-                    TRAINER,
-                    str(one.process.pid),
-                    gone.url,
-                    *(receiver.url for receiver in living),
-                ],
-                timeout=processes.WAIT_S * 2,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            urls = [receiver.url for receiver in living]
+            done = run(TRAINER, str(one.process.pid), gone.url, *urls)
         finally:
             os.kill(one.process.pid, signal.SIGCONT)
         assert (done.returncode, done.stdout) == (0, "leaves\n"), done.stderr
@@ -366,21 +407,6 @@ def test_a_call_in_flight_and_two_that_live() -> None:
             lambda: not any(receiver.status().get("senders") for receiver in living),
             "the sender to leave",
         )
-
-
-@contextmanager
-def program(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a program that is killed, if it has not ended, when the block does."""
-    with subprocess.Popen(
-        [sys.executable, "-c", source, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def test_both_ends_of_the_path_tcp_in_one_process() -> None:
@@ -400,16 +426,15 @@ def test_an_update_at_work_on_the_path_tcp(stops: bool) -> None:
         receiver = host.receiver("http", model="plain", sink="hook", delay_s=0.02)
         arguments = [receiver.url, str(host.process.pid), str(stops)]
         with program(SENDING, *arguments) as trainer:
-            assert trainer.stdout is not None
             assert host.process.pid is not None
             try:
-                said = trainer.stdout.readline()
+                said = trainer.readline()
                 begin = time.monotonic()
-                _, errors = trainer.communicate(timeout=processes.WAIT_S)
+                ended = trainer.end()
                 took_s = time.monotonic() - begin
             finally:
                 os.kill(host.process.pid, signal.SIGCONT)
-        assert (trainer.returncode, said, errors) == (0, "leaves True\n", "")
+        assert (said, ended) == ("leaves True\n", Ended(0, "", ""))
         assert took_s < EXIT_S
         with ws.connect(models.make("plain", seed=3), to=receiver.url) as successor:
             successor.send_weights()
@@ -420,38 +445,18 @@ def test_a_thread_that_sends_again_and_again() -> None:
     with processes.host() as host:
         receiver = host.receiver("http", sink="hook", apply="in_place")
         for moment in range(4):
-            done = subprocess.run(
-                [sys.executable, "-c", AGAIN + SENDING_AGAIN, receiver.url, str(0.01 * moment)],
-                timeout=processes.WAIT_S,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+            done = run(AGAIN + SENDING_AGAIN, receiver.url, str(0.01 * moment))
+            assert done == Ended(0, "leaves\n", "")
 
 
 def test_a_sender_and_its_receiver_in_one_process() -> None:
     for moment in range(6):
-        done = subprocess.run(
-            [sys.executable, "-c", WITHIN + SENDING_AGAIN, str(0.01 * moment)],
-            timeout=processes.WAIT_S,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+        assert run(WITHIN + SENDING_AGAIN, str(0.01 * moment)) == Ended(0, "leaves\n", "")
 
 
 @pytest.mark.parametrize("when", ["while it waits", "while an error is raised"])
 def test_a_thread_that_frees_tensors_late(when: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FREEING, when],
-        timeout=processes.WAIT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+    assert run(FREEING, when) == Ended(0, "leaves\n", "")
 
 
 def test_two_ranks_that_send_again_and_again(tmp_path: Path) -> None:
@@ -464,9 +469,10 @@ def test_two_ranks_that_send_again_and_again(tmp_path: Path) -> None:
                     stack.enter_context(program(RANK + SENDING_AGAIN, str(rank), *arguments))
                     for rank in range(2)
                 ]
-                ended = [rank.communicate(timeout=processes.WAIT_S) for rank in ranks]
-            assert [rank.returncode for rank in ranks] == [0, 0], ended
-            assert [said for said, _ in ended] == ["leaves\n", "leaves\n"]
+                ended = [rank.end() for rank in ranks]
+            assert [(rank.returncode, rank.stdout) for rank in ended] == [(0, "leaves\n")] * 2, (
+                ended
+            )
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -475,12 +481,11 @@ def test_a_rank_waits_for_no_other_that_does_not_come(tmp_path: Path, closes: bo
         receiver = host.receiver("http", sink="hook", apply="in_place")
         arguments = [str(tmp_path / "store"), receiver.url, str(closes)]
         with program(WAITING, "1", *arguments), program(WAITING, "0", *arguments) as first:
-            assert first.stdout is not None
-            said = first.stdout.readline()
+            said = first.readline()
             begin = time.monotonic()
-            _, errors = first.communicate(timeout=processes.WAIT_S)
+            ended = first.end()
             took_s = time.monotonic() - begin
-    assert (first.returncode, said, errors) == (0, "leaves\n", "")
+    assert (said, ended) == ("leaves\n", Ended(0, "", ""))
     assert took_s < EXIT_S
 
 
@@ -489,16 +494,15 @@ def test_a_close_at_exit_waits_for_no_receiver_that_is_stopped(how: str) -> None
     with processes.host() as host:
         receiver = host.receiver("http", model="plain")
         with program(CLOSING, receiver.url, str(host.process.pid), how) as trainer:
-            assert trainer.stdout is not None
             assert host.process.pid is not None
             try:
-                said = trainer.stdout.readline()
+                said = trainer.readline()
                 begin = time.monotonic()
-                _, errors = trainer.communicate(timeout=processes.WAIT_S)
+                ended = trainer.end()
                 took_s = time.monotonic() - begin
             finally:
                 os.kill(host.process.pid, signal.SIGCONT)
-    assert (trainer.returncode, said, errors) == (0, "leaves\n", "")
+    assert (said, ended) == ("leaves\n", Ended(0, "", ""))
     assert took_s < EXIT_S
 
 
@@ -508,10 +512,9 @@ def test_a_hook_at_work_in_a_thread_of_ours(where: str) -> None:
     if where == "actor":
         pytest.importorskip("ray")
     with program(AT_WORK, where) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        _, errors = process.communicate(timeout=processes.WAIT_S)
-    assert (process.returncode, said, errors) == (0, "leaves\n", "")
+        said = process.readline()
+        ended = process.end()
+    assert (said, ended) == ("leaves\n", Ended(0, "", ""))
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -523,55 +526,45 @@ def test_a_call_without_a_sender_at_work(stops: bool) -> None:
         arguments = [busy.url, str(host.process.pid), str(stops), living.url]
         try:
             with program(ONE_CALL, *arguments) as trainer:
-                assert trainer.stdout is not None
-                said = trainer.stdout.readline()
+                said = trainer.readline()
                 begin = time.monotonic()
-                _, errors = trainer.communicate(timeout=processes.WAIT_S * 2)
+                ended = trainer.end(2 * processes.WAIT_S)
                 took_s = time.monotonic() - begin
         finally:
             host.kill()
-        assert (trainer.returncode, said, errors) == (0, "leaves\n", "")
+        assert (said, ended) == ("leaves\n", Ended(0, "", ""))
         assert took_s < EXIT_S
         wait_until(lambda: not living.status().get("senders"), "the sender to leave")
 
 
 def test_a_receiver_at_work_whose_sender_is_stopped() -> None:
     """Its relay waits for a chunk, which the sender would have minutes to send."""
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True
-    ) as trainer:
-        try:
-            assert trainer.stdout is not None
-            port = trainer.stdout.readline().strip()
-            with program(READING, str(trainer.pid), port) as receiver:
-                assert receiver.stdout is not None
-                said = receiver.stdout.readline()
-                begin = time.monotonic()
-                _, errors = receiver.communicate(timeout=processes.WAIT_S)
-                took_s = time.monotonic() - begin
-        finally:
-            trainer.kill()
-    assert (receiver.returncode, said, errors) == (0, "leaves\n", "")
+    with program(STOPPED) as trainer:
+        port = trainer.readline().strip()
+        with program(READING, str(trainer.pid), port) as receiver:
+            said = receiver.readline()
+            begin = time.monotonic()
+            ended = receiver.end()
+            took_s = time.monotonic() - begin
+    assert (said, ended) == ("leaves\n", Ended(0, "", ""))
     assert took_s < THREADS_S + 15
 
 
 def test_a_receiver_whose_sender_leaves_while_it_exits() -> None:
     over = False
-    with program(RECEIVER) as process:
-        assert process.stdout is not None
-        with Client(("127.0.0.1", int(process.stdout.readline()))) as pipe:
+    with program(RECEIVER) as process, Client(("127.0.0.1", int(process.readline()))) as pipe:
 
-            def carry(message: Mapping[str, object]) -> object:
-                if over:
-                    raise ConnectionError("the receiver has left")
-                pipe.send(dict(message))
-                return pipe.recv()
+        def carry(message: Mapping[str, object]) -> object:
+            if over:
+                raise ConnectionError("the receiver has left")
+            pipe.send(dict(message))
+            return pipe.recv()
 
-            weights = models.make("plain", seed=1)
-            with ws.connect(weights, to=carry, backend="tcp") as sender:
-                sender.send_weights()
-                pipe.send(None)
-                assert process.stdout.readline() == "leaves\n"
-                over = True
-            _, errors = process.communicate(timeout=processes.WAIT_S)
-    assert (process.returncode, errors) == (0, "")
+        weights = models.make("plain", seed=1)
+        with ws.connect(weights, to=carry, backend="tcp") as sender:
+            sender.send_weights()
+            pipe.send(None)
+            assert process.readline() == "leaves\n"
+            over = True
+        ended = process.end()
+    assert ended == Ended(0, "", "")
