@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 WHOLE_TIMEOUT_S = 3600
+SOAK = [pytest.mark.soak, pytest.mark.timeout(WHOLE_TIMEOUT_S)]
+"""The marks of the whole size."""
 
 
 def sizes(*, quick: object, whole: object) -> pytest.MarkDecorator:
     """Parametrise a test by its `size`."""
-    marks = [pytest.mark.soak, pytest.mark.timeout(WHOLE_TIMEOUT_S)]
     return pytest.mark.parametrize(
         "size",
-        [pytest.param(quick, id="quick"), pytest.param(whole, id="whole", marks=marks)],
+        [pytest.param(quick, id="quick"), pytest.param(whole, id="whole", marks=SOAK)],
     )
