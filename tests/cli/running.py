@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
+from tests.serve.servers import forked_server
 from weightsync.cli.app import make_app
-from weightsync.cli.child import Child
 from weightsync.serve.model import make_tiny_model
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying.fingerprint import mix64, to_hex
@@ -24,8 +22,6 @@ TOKEN = "the-token-of-the-test"
 START_S = 90.0
 HEAD = "lm_head.weight"
 ROOT = Path(__file__).resolve().parents[2]
-
-_URL = re.compile(rb"https?://[\w.\-]+:\d+")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,11 +43,8 @@ def answer_of(result: Result, code: int = 0) -> dict[str, Any]:
 @contextmanager
 def serving_tiny(*options: str) -> Iterator[str]:
     """Run `weightsync serve --model tiny` with further options; yields its URL."""
-    environment = {**os.environ, "WEIGHTSYNC_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    arguments = ("serve", "--model", "tiny", "--port", "0", *options)
-    with Child("server", "weightsync", *arguments, environment=environment) as server:
-        yield server.find(_URL, START_S)
+    with forked_server(*options, want_token=False, WEIGHTSYNC_TOKEN=TOKEN) as (url, _):
+        yield url
 
 
 def tiny_tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ROOT, START_S, TOKEN, answer_of, serving_tiny, weightsync
-from weightsync.cli.child import Child
+from tests.cli.running import ROOT, TOKEN, answer_of, serving_tiny, weightsync
+from tests.serve.servers import forked_server
 from weightsync.integrations.certificate import Server, differences
 from weightsync.serve.model import make_tiny_model
 
 COLD = f"{sys.executable} -m weightsync serve --model {{checkpoint}} --port {{port}}"
-_URL = re.compile(rb"https?://[\w.\-]+:\d+")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,9 +55,8 @@ def test_a_server_that_is_down_or_refuses_the_token(checkpoints: dict[str, Path]
 
 @contextmanager
 def serving(checkpoint: Path) -> Iterator[str]:
-    arguments = ("serve", "--model", str(checkpoint), "--port", "0")
-    with Child("server", "weightsync", *arguments, environment=dict(os.environ)) as server:
-        yield server.find(_URL, START_S)
+    with forked_server(model=str(checkpoint), want_token=False, WEIGHTSYNC_TOKEN=TOKEN) as (url, _):
+        yield url
 
 
 def test_updates_are_equal_to_cold_servers(checkpoints: dict[str, Path]) -> None:

@@ -22,6 +22,7 @@ from tests.cli.running import (
     write_checkpoint,
 )
 from tests.cli.test_push import held_by, version_of
+from tests.serve.servers import refused
 from tests.server import live
 from tests.server.live import make_app, serving
 from weightsync.receiver import WeightReceiver
@@ -141,15 +142,6 @@ def test_a_server_that_fetches_says_so_and_is_ended_by_sigterm() -> None:
 
 
 def test_a_server_whose_source_is_gone_does_not_start() -> None:
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "weightsync", "serve", "tiny", "--port", "0"),
-            *("--token", TOKEN, "--weights-from", "http://127.0.0.1:9"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 3
-    assert "http://127.0.0.1:9" in ended.stderr.splitlines()[-1]
+    code, said = refused("--token", TOKEN, "--weights-from", "http://127.0.0.1:9")
+    assert code == 3
+    assert "http://127.0.0.1:9" in said.splitlines()[-1]

@@ -17,6 +17,7 @@ import pytest
 from typer.testing import Result
 
 import weightsync as ws
+from tests.children import Program
 from tests.cli.running import ROOT, weightsync
 from tests.cli.test_doctor import CHECKS
 from weightsync.cli.app import VERBS
@@ -104,14 +105,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
 
 def make_checkpoint(folder: Path) -> None:
     program = next(block for block in blocks("python") if "save_pretrained" in block)
-    subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env=environment(),
-        timeout=WAIT_S,
-        check=True,
-        capture_output=True,
-    )
+    with Program(f"import os\nos.chdir({str(folder)!r})\n{program}", env=environment()) as process:
+        assert process.wait(WAIT_S) == 0
 
 
 def test_serve_says_where_it_listens_and_its_token(page: Quickstart) -> None:

@@ -30,7 +30,7 @@ from tests.integrations.tiny_trl import (
     sft,
     texts,
 )
-from tests.serve.servers import server
+from tests.serve.servers import forked_server
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.integrations.trl_rollouts import _batches, _groups
 from weightsync.serve.model import make_tiny_model
@@ -57,7 +57,7 @@ BLOCKS = dict(
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    with server() as (url, token, _):
+    with forked_server() as (url, token):
         yield Server(url, token)
 
 

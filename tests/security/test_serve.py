@@ -9,7 +9,7 @@ import requests
 
 import weightsync as ws
 from tests.security.https import make_certificate
-from tests.serve.servers import server
+from tests.serve.servers import forked_server
 from weightsync.cli import main
 from weightsync.serve.model import make_tiny_model
 
@@ -29,7 +29,7 @@ def test_https_with_a_token_from_a_file(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
         log.open("w") as stderr,
-        server(*options, want_token=False, stderr=stderr) as (url, _, _),
+        forked_server(*options, want_token=False, stderr=stderr) as (url, _),
     ):
         assert url.startswith("https://127.0.0.1:")
         asked = requests.get(f"{url}/weight_info", verify=trusted, timeout=240)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +17,21 @@ from typing import IO
 import psutil
 import requests
 
+from tests.children import Program
+from tests.serve import forked
+
 START_S = 240.0  # eight processes that load transformers, on a busy machine
 END_S = 60.0
 WAIT_S = 60.0
 LINE = re.compile(r"weightsync serve: (listening on|token) (\S+)\n")
 
 
+def arguments(*options: str, model: str = "tiny") -> list[str]:
+    return ["serve", "--model", model, "--port", "0", *options]
+
+
 def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "weightsync", "serve", "--model", "tiny", "--port", "0", *options]
+    return [sys.executable, "-m", "weightsync", *arguments(*options)]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -44,6 +52,7 @@ def members(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
 def server(
     *options: str, want_token: bool = True, stderr: IO[str] | None = None, **extra: str
 ) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """A server whose processes are started as users start them: `members` has them."""
     process = subprocess.Popen(
         command(*options),
         stdout=subprocess.PIPE,
@@ -51,6 +60,43 @@ def server(
         text=True,
         env=environment(**extra),
     )
+    with _running(process, want_token=want_token) as (url, token):
+        yield url, token, process
+
+
+@contextmanager
+def forked_server(
+    *options: str,
+    model: str = "tiny",
+    want_token: bool = True,
+    stderr: IO[str] | None = None,
+    **extra: str,
+) -> Iterator[tuple[str, str]]:
+    """A server that does the same, and is there sooner: see `tests.serve.forked`."""
+    process = forked.program(
+        arguments(*options, model=model),
+        env=environment(**extra),
+        stderr=None if stderr is None else stderr.fileno(),
+    )
+    with _running(process, want_token=want_token) as found:
+        yield found
+
+
+def refused(*options: str) -> tuple[int, str]:
+    """Run such a server, which does not start, to its end; return its exit code and stderr."""
+    with tempfile.TemporaryFile("w+") as errors:
+        stderr = errors.fileno()
+        with forked.program(arguments(*options), env=environment(), stderr=stderr) as process:
+            code = process.wait(START_S)
+        errors.seek(0)
+        return code, errors.read()
+
+
+@contextmanager
+def _running(
+    process: subprocess.Popen[str] | Program, *, want_token: bool
+) -> Iterator[tuple[str, str]]:
+    """Read what a server prints, and end it with the block."""
     watchdog = threading.Timer(START_S, process.kill)
     watchdog.start()
     try:
@@ -60,7 +106,7 @@ def server(
         second = LINE.fullmatch(process.stdout.readline()) if want_token else None
         assert bool(second) is want_token
         watchdog.cancel()
-        yield first[2], second[2] if second else "", process
+        yield first[2], second[2] if second else ""
     finally:
         watchdog.cancel()
         process.terminate()  # in order, so that no process of it is left
@@ -68,8 +114,9 @@ def server(
             process.wait(END_S / 6)
         process.kill()
         process.wait(END_S)
-        if process.stdout is not None:
-            process.stdout.close()
+        for end in (process.stdin, process.stdout):
+            if end is not None:
+                end.close()
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:

@@ -25,7 +25,7 @@ from tests.serve.adapted import (
     told,
     version_of_killed,
 )
-from tests.serve.servers import members, running, server, wait_until
+from tests.serve.servers import forked_server, members, running, server, wait_until
 from tests.vllm.adapted import (
     LARGEST_DIFFERENCE,
     Told,
@@ -386,7 +386,7 @@ def test_versions_in_a_row_grow_nothing(trained: Trained) -> None:
 def test_replicas_and_api_servers_all_know_the_versions() -> None:
     model = tiny_adapted()
     layout = ["--data-parallel", "2", "--api-servers", "2", "--adapter-versions", "1"]
-    with server(*layout) as (url, token, _):
+    with forked_server(*layout) as (url, token):
         served = Served(url, token)
         with served.connect(model) as sender:
             for seed in (1, 2):
@@ -401,7 +401,7 @@ def test_replicas_and_api_servers_all_know_the_versions() -> None:
 
 
 def test_shards_of_a_model_take_no_adapter() -> None:
-    with server("--tensor-parallel", "2") as (url, token, _):
+    with forked_server("--tensor-parallel", "2") as (url, token):
         served = Served(url, token)
         with pytest.raises(ws.ConfigError, match="--tensor-parallel 2 takes no adapter"):
             served.connect(tiny_adapted())

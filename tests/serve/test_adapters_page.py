@@ -8,7 +8,7 @@ import pytest
 
 from tests.integrations.test_huggingface import quiet_peft
 from tests.serve.adapted import Served, tiny_adapted
-from tests.serve.servers import server
+from tests.serve.servers import forked_server
 from tests.vllm.adapters_page import send_request_and_unload, send_together
 from tests.vllm.tiny import expected
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300), quiet_peft]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with server("--no-auth", want_token=False) as (url, _, _process):
+    with forked_server("--no-auth", want_token=False) as (url, _):
         yield Served(url, "")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from tests.serve.adapted import (
     version_of_killed,
     wait_until_together,
 )
-from tests.serve.servers import command, environment, server
+from tests.serve.servers import forked_server, refused
 from tests.serve.test_serve import serving_page
 from tests.vllm.adapted import LARGEST_DIFFERENCE, Told, assert_told, train
 from tests.vllm.tiny import PROMPT, change, expected, largest_difference
@@ -69,7 +68,7 @@ def trained(seed: int) -> Any:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     options = ["--draft-model", "tiny", "--num-speculative-tokens", "4"]
-    with server("--data-parallel", str(REPLICAS), *options) as (url, token, _):
+    with forked_server("--data-parallel", str(REPLICAS), *options) as (url, token):
         yield Served(url, token)
 
 
@@ -399,14 +398,7 @@ def test_the_page_shows_the_draft(served: Served) -> None:
     ],
 )
 def test_what_is_no_draft_is_refused_at_the_start(options: tuple[str, ...], why: str) -> None:
-    ended = subprocess.run(
-        command(*options),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode != 0
-    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("weightsync:"))
+    code, said = refused(*options)
+    assert code != 0
+    (line,) = (line for line in said.splitlines() if line.startswith("weightsync:"))
     assert why in line

@@ -12,7 +12,7 @@ import torch
 
 import weightsync as ws
 from tests.serve.replay import Replay, versions_of
-from tests.serve.servers import server
+from tests.serve.servers import forked_server
 from weightsync.serve.model import make_tiny_model
 
 CLIENTS = 8
@@ -76,7 +76,7 @@ def test_every_token_is_of_the_weights_it_claims(
     generator = torch.Generator().manual_seed(7)
     stop = threading.Event()
     with (
-        server(*parallel, "--apply", apply) as (url, token, _),
+        forked_server(*parallel, "--apply", apply) as (url, token),
         ThreadPoolExecutor(CLIENTS) as pool,
         ws.connect(model, to=url, token=token) as sender,
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import requests
 import torch
 
 import weightsync as ws
-from tests.serve.servers import START_S, command, environment, server, wait_until
+from tests.serve.servers import forked_server, refused, server, wait_until
 from weightsync.serve.model import make_tiny_model, worker_device
 
 UPDATE = re.compile(r"version 1 \(step-1\): 0\.4 MB, staged, verified: held, stall ")
@@ -48,7 +47,7 @@ def test_nothing_is_said_from_warnings_on(tmp_path: Path) -> None:
     model = make_tiny_model().model
     with (
         (tmp_path / "log").open("w+") as log,
-        server("--log-level", "warning", stderr=log) as (url, token, _),
+        forked_server("--log-level", "warning", stderr=log) as (url, token),
         ws.connect(model, to=url, token=token) as sender,
     ):
         sender.send_weights()
@@ -57,16 +56,9 @@ def test_nothing_is_said_from_warnings_on(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_one_line() -> None:
-    done = subprocess.run(
-        command("--device", "cuda", "--log-level", "warning"),
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        env=environment(),
-        check=False,
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    code, said = refused("--device", "cuda", "--log-level", "warning")
+    assert code == 1
+    (line,) = said.splitlines()
     assert re.search(r"--device cuda: torch \S+ sees no GPU here|sees no GPU here; use", line)
 
 

@@ -21,7 +21,7 @@ from tests.serve.adapted import (
     version_of_killed,
     wait_until_together,
 )
-from tests.serve.servers import server, wait_until
+from tests.serve.servers import forked_server, wait_until
 from tests.vllm.adapted import Told, assert_told, base_of, train
 from tests.vllm.tiny import PROMPT, change, expected
 from weightsync.wire.messages import FinishRequest, Request, UpdateRequest
@@ -60,7 +60,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with server("--data-parallel", str(REPLICAS)) as (url, token, _):
+    with forked_server("--data-parallel", str(REPLICAS)) as (url, token):
         yield Served(url, token)
 
 
