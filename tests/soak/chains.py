@@ -22,6 +22,7 @@ from benchmarks.changes import Change, as_recorded, recorded_steps
 from benchmarks.shapes import smollm2
 from tests.e2e import models
 from weightsync.update import deltas
+from weightsync.weights.lines.memory import warm_up
 
 SCRUB = 0.02
 SHARES = (0.0, 1e-4, 1e-3, 1e-2, 1e-2, 0.3)
@@ -98,6 +99,7 @@ _here: list[Chain] = []
 
 def begin(kind: Mapping[str, bool]) -> None:
     """Connect; `by_value` has deltas coded as on slow paths, `recorded` changes as recorded."""
+    warm_up()  # else a thread compiles the loops beside the first updates, and takes memory
     if kind["by_value"]:
         deltas._MEMORY_COST = 0.0
     made = Layer if kind["recorded"] else Model

@@ -23,7 +23,7 @@ class Size:
 
 
 @sizes(
-    quick=Size(updates=100, warm_up=100, growth=0.01),
+    quick=Size(updates=100, warm_up=200, growth=0.01),
     whole=Size(updates=10_000, warm_up=1_000, growth=0.01),
 )
 @pytest.mark.parametrize(
