@@ -369,6 +369,7 @@ class WeightReceiver:
             widened=self._session.widened(info.sender),
             protocol=chosen,
             wants=self._session.wants(info.sender),
+            whole=self._session.whole(info.sender),
         )
 
     def _shutdown(self, request: ShutdownRequest) -> Status:

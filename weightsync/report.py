@@ -80,7 +80,8 @@ class ReceiverReport:
     `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
     `names_nothing`: a hook took the tensors, and returned no names of what it loaded; `verified`
     says then what it was given. `sources` has the bytes that it copied from each rank of the
-    trainer, where these send without a gather.
+    trainer, where these send without a gather. `whole`: of a receiver that loads boxes of tensors,
+    those that it loads whole because their boxes are not known, with the reasons.
     """
 
     target: str
@@ -94,6 +95,7 @@ class ReceiverReport:
     source: str = ""
     names_nothing: bool = False
     sources: Mapping[int, int] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

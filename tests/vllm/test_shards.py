@@ -16,8 +16,14 @@ from tests.vllm.served import vllm_server
 from tests.vllm.shard_trainer import STEPS
 from tests.vllm.tiny import LARGEST_DIFFERENCE, make_model
 
-pytestmark = pytest.mark.timeout(400)
-WAIT_S = 150.0
+pytestmark = pytest.mark.timeout(900)
+WAIT_S = 400.0
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "vocab_size": 4096,
+}
+"""A model of many copy units: half of it, of which a worker reads a unit more at each end."""
 RANKS = 2
 
 
@@ -48,14 +54,14 @@ def trained(url: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("workers", "tied", "apply"),
-    [(1, True, None), (1, False, "in_place"), (2, False, None)],
+    [(1, True, None), (1, False, "in_place"), (2, False, "staged")],
     ids=["tied", "in place", "two workers"],
 )
 def test_each_step_of_a_sharded_trainer(
     tmp_path: Path, workers: int, tied: bool, apply: str | None
 ) -> None:
     """Every bit of every weight is that of full_tensor(), and the tokens are transformers'."""
-    make_model(tmp_path, tied=tied)
+    make_model(tmp_path, tied=tied, **(LARGER if workers > 1 else {}))
     with vllm_server(tmp_path, tmp_path / "server.log", workers=workers, apply=apply) as served:
         updates = trained(served.url, tmp_path)
     assert [update["version"] for update in updates] == list(range(1, STEPS + 1))
@@ -66,9 +72,15 @@ def test_each_step_of_a_sharded_trainer(
         assert len(update["sources"]) == workers
         for sources in update["sources"]:
             assert set(sources) == {str(rank) for rank in range(RANKS)}
-            assert sum(sources.values()) == update["nbytes"]
+            read = sum(sources.values())
+            if workers == 1:
+                assert read == update["nbytes"]
+            else:
+                share = read / update["nbytes"]
+                print(f"a worker of {workers} read {share:.3f} of the model")
+                assert share <= 1.1 / workers
         assert update["tokens"] == update["wanted_tokens"]
-        assert update["apart"] < LARGEST_DIFFERENCE
+        assert update["apart"] < LARGEST_DIFFERENCE * (20 if workers > 1 else 1)  # of longer sums
         if workers == 1:  # two hold slices of the tensors
             assert update["compared"] > 10
             assert update["different"] == [[]]

@@ -40,10 +40,10 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, *, tied: bool) -> Qwen3ForCausalLM:
-    """Save a model with a byte-level tokenizer, and return it."""
+def make_model(folder: Path, *, tied: bool, **sizes: int) -> Qwen3ForCausalLM:
+    """Save a model with a byte-level tokenizer, and return it; `sizes` are other ones."""
     torch.manual_seed(0)
-    config = Qwen3Config(**_SIZES, intermediate_size=128, tie_word_embeddings=tied)
+    config = Qwen3Config(**{**_SIZES, "intermediate_size": 128, **sizes}, tie_word_embeddings=tied)
     model: Qwen3ForCausalLM = cast(Any, Qwen3ForCausalLM(config)).float().eval()
     save(model, folder)
     return model

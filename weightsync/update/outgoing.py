@@ -352,6 +352,7 @@ class UpdateTransaction:
                 peak_extra_nbytes=reply.peak_extra_nbytes,
                 names_nothing=reply.names_nothing,
                 sources=reply.sources,
+                whole=member.whole,
                 skipped_paths=member.skipped,
             )
             for member, reply in replies.items()

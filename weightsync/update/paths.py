@@ -589,6 +589,7 @@ class PathSelector:
                 answer.member.status = answer.status
                 reply = answer.reply
                 answer.member.wants = reply.wants if isinstance(reply, InitReply) else None
+                answer.member.whole = reply.whole if isinstance(reply, InitReply) else {}
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
                 self._warn_of_rounding(answer)
                 answer.member.owned = True

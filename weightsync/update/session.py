@@ -254,6 +254,11 @@ class ReceiverSession:
         boxes = self.sink.boxes(manifest) if manifest is not None else None
         return None if boxes is None else describe_wants(boxes)
 
+    def whole(self, sender: str) -> dict[str, str]:
+        """Return the tensors of a sender that are loaded whole and why, as a sink does."""
+        manifest = self.senders.manifest(sender)
+        return {} if manifest is None else dict(self.sink.whole(manifest))
+
     def shutdown(self, sender: str | None, *, leaves: bool = True) -> None:
         """Close the engine of a sender (None: of every sender).
 

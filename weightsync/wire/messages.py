@@ -435,7 +435,8 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     `payload` is the data of the receiver's engine for the sender's engine. `widened` are the names
     of offered tensors that the receiver keeps in a floating-point dtype of more digits; None where
     it does not know in which dtype they are kept. `protocol` is the one that the receiver chose:
-    the newest that both sides have. `wants` are the boxes that it loads, None for whole tensors.
+    the newest that both sides have. `wants` are the boxes that it loads, None for whole tensors;
+    `whole` has the tensors that it loads whole because it does not know its box, with the reasons.
     """
 
     status: Status
@@ -444,6 +445,7 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     widened: list[str] | None = None
     protocol: int = 1  # as of receivers that do not say it
     wants: WantsInfo | None = None
+    whole: dict[str, str] = {}
 
 
 class StepReply(ReplyMessage, frozen=True, kw_only=True):

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 APPLY_VARIABLE = "WEIGHTSYNC_VLLM_APPLY"
 """`auto`, `staged` or `in_place`. vLLM's configuration of an engine has no field for it."""
 
+SLICES_VARIABLE = "WEIGHTSYNC_VLLM_SLICES"
+"""`on` or `off`: a worker of several stages whole tensors."""
+
 
 class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
     """The receiver inside one vLLM worker.
@@ -56,7 +59,11 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module):
         super().__init__(config, vllm_config, device, model)
         apply = cast(ApplyChoice, os.environ.get(APPLY_VARIABLE, "auto"))
-        self.receiver = WeightReceiver(VllmSink(model, vllm_config, device), apply=apply)
+        slices = os.environ.get(SLICES_VARIABLE, "on")
+        if slices not in ("on", "off"):
+            raise ConfigError(f"{SLICES_VARIABLE} must be on or off, not {slices!r}")
+        sink = VllmSink(model, vllm_config, device, slices=slices == "on")
+        self.receiver = WeightReceiver(sink, apply=apply)
         self._request: Request | None = None
         self._reply: Reply | None = None
         self._adapters: WorkerAdapters | None = None

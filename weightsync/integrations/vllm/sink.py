@@ -32,6 +32,16 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from weightsync.errors import BackendUnavailableError, ConfigError, TransferError, shorten
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.integrations.vllm.direct_writes import DirectWrites
+from weightsync.integrations.vllm.slices import (
+    ReadRecorder,
+    Reads,
+    Sliced,
+    SlicedTensor,
+    UnreadError,
+    boxes_of,
+    nothing_of,
+    prove,
+)
 from weightsync.integrations.vllm.writes import (
     Place,
     TensorKey,
@@ -44,6 +54,7 @@ from weightsync.tensors import TORCH_DTYPES, from_bytes
 from weightsync.weights.copying import arena
 from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.sinks.base import (
     Apply,
     ArenaTarget,
@@ -460,7 +471,8 @@ class Trial:
 
     `mismatched` are the tensors that do not fit, `cut` the layers that would be loaded in part,
     `ignored` the names of which nothing was written, `untouched` the parameters that got nothing,
-    `left` those of layers that got nothing at all. `ended`: load_weights returned.
+    `left` those of layers that got nothing at all. `ended`: load_weights returned. `reads` has what
+    it read of each tensor.
     """
 
     mismatched: list[str] = field(default_factory=list)
@@ -469,6 +481,7 @@ class Trial:
     untouched: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     ended: bool = False
+    reads: dict[str, Reads] = field(default_factory=dict)
 
 
 def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
@@ -502,6 +515,8 @@ class _LoadRecorder:
         self._places = places_of(reload.model)
         self._counter = WriteCounter(dict(self._places), self._refused)
         self._counter.on_write = self._written
+        self._reader = ReadRecorder(self._counter.places)
+        self.trial.reads = self._reader.reads
         self._wanted: dict[TensorKey, int] = {}
         self._sources: defaultdict[TensorKey, list[str]] = defaultdict(list)
         self._taken: set[str] = set()
@@ -512,7 +527,7 @@ class _LoadRecorder:
         for name in self._names:
             spec = self._manifest.specs[index[name]]
             self._current = name
-            yield name, torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            yield name, self._reader.follow(spec)
 
     def note(self, what: str) -> None:
         """Record that the current tensor does not fit."""
@@ -536,7 +551,7 @@ class _LoadRecorder:
                         place = Place(path, layer, name, tensor)
                         replaced.append((tensor, loader))
                         tensor.weight_loader = self._recorder(place, _unwrapped(loader))
-            with self._counter:
+            with self._counter, self._reader:
                 yield
         finally:
             for tensor, loader in reversed(replaced):
@@ -615,6 +630,36 @@ class _LoadRecorder:
         return trial
 
 
+def prove_reads(reload: Reload, given: Sequence[tuple[str, Reads]]) -> None:
+    """Prove what was read of each tensor, without any change; see `slices.prove`.
+
+    Called like `try_out`. A tensor whose box is not proved is refused, with the reason.
+    """
+    reload.begin()
+    try:
+        with _bare_loaders(reload.model):
+            prove(reload.model, reload.try_load, given)
+    finally:
+        reload.abandon()
+
+
+@contextmanager
+def _bare_loaders(model: nn.Module) -> Iterator[None]:
+    """Replace the loaders of all parameters by those below vLLM's own wrappers."""
+    replaced: list[tuple[Any, Any]] = []
+    try:
+        for layer in model.modules():
+            for tensor in get_layer_tensors(layer).values():
+                loader = getattr(tensor, "weight_loader", None)
+                if loader is not None:
+                    replaced.append((tensor, loader))
+                    cast(Any, tensor).weight_loader = _unwrapped(loader)
+        yield
+    finally:
+        for tensor, loader in reversed(replaced):
+            tensor.weight_loader = loader
+
+
 def _unwrapped(loader: Callable[..., Any]) -> Callable[..., Any]:
     """Return the loader below vLLM's own wrappers, which would process a complete layer."""
     while getattr(loader, "__name__", "") == "online_process_loader":
@@ -626,6 +671,9 @@ logger = logging.getLogger(__name__)
 
 _KEPT = 8
 
+Shaped = Callable[[str, torch.Tensor], torch.Tensor]
+"""Makes a tensor of this name of `uint8[nbytes]`."""
+
 
 class VllmSink(WeightSink):
     """Takes weights in checkpoint format; vLLM's loaders put them into the worker's shards.
@@ -634,6 +682,9 @@ class VllmSink(WeightSink):
     from, where that is on this host, and the model's loaders run on it without data. `keeps_views`
     is True because the reload keeps tensors until their layer is complete. `fetchable` is False
     because a worker makes no step while it waits for a message.
+
+    With `slices` a worker of several stages the boxes of tensors that its loaders read, where these
+    can be recorded and proved, and these loaders get tensors of which nothing else is held.
     """
 
     verification = "arrived"
@@ -641,14 +692,21 @@ class VllmSink(WeightSink):
     casts = True
     fetchable = False
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: Any, device: torch.device, *, slices: bool = True
+    ) -> None:
         self.reload = Reload(model, vllm_config)
         self._device = device
         config = vllm_config.model_config
         self._ties_head = getattr(config.hf_text_config, "tie_word_embeddings", False)
         self._pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
         self._checkpoint = _checkpoint_manifest(config)
-        self._known: dict[str, ManifestDifference] = {}
+        self._known: dict[str, tuple[ManifestDifference, dict[str, Reads]]] = {}
+        self._sliced: dict[str, Sliced | None] = {}
+        self._generation = 0
+        # Experts that move between workers are in other boxes afterwards.
+        moves_experts = getattr(vllm_config.parallel_config, "enable_eplb", False)
+        self._slices = slices and not moves_experts and not getattr(config, "quantization", None)
 
     @property
     def device(self) -> torch.device:
@@ -667,14 +725,61 @@ class VllmSink(WeightSink):
             if len(self._known) >= _KEPT:
                 self._known.clear()
             self._known[offered.digest] = found
-        return self._known[offered.digest]
+        return self._known[offered.digest][0]
+
+    def boxes(self, offered: Manifest) -> list[tuple[int, Slice]] | None:
+        """Return the boxes that this worker's loaders read; None where they read whole tensors."""
+        sliced = self.sliced(offered)
+        return None if sliced is None else sliced.boxes
+
+    def whole(self, offered: Manifest) -> Mapping[str, str]:
+        """Return the tensors that are loaded whole, with the reasons, where others are not."""
+        sliced = self.sliced(offered)
+        return {} if sliced is None else sliced.whole
+
+    def refresh(self) -> int:
+        """Return a number that grows where a recording of what is read turned out not to fit."""
+        return self._generation
+
+    def sliced(self, offered: Manifest) -> Sliced | None:
+        """Return what this worker reads of the tensors of a whole model; None: all of them, whole.
+
+        Recorded and proved once for a manifest.
+        """
+        digest = offered.digest
+        if digest not in self._sliced:
+            if len(self._sliced) >= _KEPT:
+                self._sliced.clear()
+            self._sliced[digest] = self._find_sliced(offered)
+        return self._sliced[digest]
+
+    def _find_sliced(self, offered: Manifest) -> Sliced | None:
+        found = self.difference(offered)
+        if not self._slices or found.missing or found.unexpected or found.mismatched or found.cut:
+            return None
+        reads = self._known[offered.digest][1]
+        specs = offered.specs
+        if any(spec.name not in reads for spec in specs):
+            return None
+        boxes = boxes_of(offered, reads)
+        if not boxes.saves(offered):
+            return None
+        prove_reads(
+            self.reload,
+            [(name, reads[specs[offered.index[name]].name]) for name in self.given_names(offered)],
+        )
+        boxes = boxes_of(offered, reads)
+        if boxes.whole:
+            logger.info("loaded whole: %s", boxes.whole)
+        return boxes if boxes.saves(offered) else None
 
     def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Stage the stream until `commit`; a whole model may also be loaded in place."""
         self.difference(layout.manifest).check(partial=True, more_follows=True)
         if apply == "in_place" and not self.difference(layout.manifest).missing:
             return _InPlaceLoadTarget(self, layout.manifest)
-        return _StagedLoadTarget(self, layout)
+        whole = not self.difference(layout.manifest).missing
+        return _StagedLoadTarget(self, layout, self.sliced(layout.manifest) if whole else None)
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Load all targets in one reload: tensors that vLLM fuses may be in several messages."""
@@ -690,8 +795,8 @@ class VllmSink(WeightSink):
             tensors = {
                 name: kept for load_target in staged for name, kept in load_target.staged_tensors()
             }
-        before = write_counts(flat for _, flat in tensors.values())
-        counts = [uses(flat) for _, flat in tensors.values()]
+        before = write_counts(flat for flat, _ in tensors.values())
+        counts = [uses(flat) for flat, _ in tensors.values()]
         manifests = [load_target.manifest for load_target in staged]
         sent = manifests[0] if len(manifests) == 1 else union(manifests, self.ties)
         whole = not self.difference(sent).missing
@@ -699,23 +804,26 @@ class VllmSink(WeightSink):
             load_target.holds_commit(whole=False)
         self.reload.begin()
         try:
-            self.reload.load(
-                (name, from_bytes(flat, spec)) for name, (spec, flat) in tensors.items()
-            )
+            self.reload.load((name, shaped(name, flat)) for name, (flat, shaped) in tensors.items())
             self.reload.end(whole=whole)
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, UnreadError):
+                self._load_whole(sent)
             self.reload.abandon()
             raise
         # The next update would overwrite a tensor that vLLM kept.
-        refuse_kept([(name, flat) for name, (_, flat) in tensors.items()], counts)
+        refuse_kept([(name, flat) for name, (flat, _) in tensors.items()], counts)
         # A model may clear what it is given, as GPT-OSS does with a bias that another worker adds.
-        unchanged = before is not None and before == write_counts(f for _, f in tensors.values())
+        unchanged = before is not None and before == write_counts(f for f, _ in tensors.values())
         for load_target in staged:
             load_target.holds_commit(unchanged)
 
     def staged_nbytes(self, layout: StreamLayout) -> int:
-        """The whole stream: every worker stages it before it is cut into shards."""
-        return layout.nbytes
+        """The boxes that this worker reads, where that is known; else the whole stream."""
+        if self.difference(layout.manifest).missing:
+            return layout.nbytes
+        sliced = self.sliced(layout.manifest)
+        return layout.nbytes if sliced is None else sliced.nbytes(layout.manifest)
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of the worker's weights by vLLM's names, packed or not."""
@@ -730,7 +838,13 @@ class VllmSink(WeightSink):
         names = [spec.name for spec in manifest.specs]
         return names if self._ties_head else [*names, *manifest.aliases]
 
-    def _find_difference(self, offered: Manifest) -> ManifestDifference:
+    def _load_whole(self, manifest: Manifest) -> None:
+        """Load whole tensors from now on: the loaders read others than was recorded."""
+        logger.warning("load_weights reads other parts than was recorded: tensors are sent whole")
+        self._sliced[manifest.digest] = None
+        self._generation += 1
+
+    def _find_difference(self, offered: Manifest) -> tuple[ManifestDifference, dict[str, Reads]]:
         if self.reload.is_open:
             raise ConfigError(
                 "an update in place is half loaded, so other tensors cannot be tried out; send "
@@ -741,7 +855,7 @@ class VllmSink(WeightSink):
         wanted = self._checkpoint
         known = compare(offered, wanted, cast=True) if wanted else ManifestDifference()
         if known.unexpected or known.mismatched:
-            return known
+            return known, {}
         trial = try_out(self.reload, offered, self.given_names(offered))
         if wanted and not known.missing:
             # The model was loaded from the same tensors: all fit, but a reload may lose some. Where
@@ -750,7 +864,7 @@ class VllmSink(WeightSink):
                 raise ConfigError(old_weights(self.reload.model, trial.left))
             if not trial.ended:
                 refuse_made_by_loading(self.reload.model, trial)
-            return known
+            return known, trial.reads if trial.ended and not trial.mismatched else {}
         missing, unexpected = known.missing, known.unexpected
         if not wanted:
             tied = self._ties_head
@@ -758,7 +872,8 @@ class VllmSink(WeightSink):
             # With pipeline stages, this worker has not all layers.
             ignored = [] if self._pipeline else trial.ignored
             unexpected = tuple(n for n in ignored if n not in offered.aliases)
-        return ManifestDifference(missing, unexpected, tuple(trial.mismatched), tuple(trial.cut))
+        found = ManifestDifference(missing, unexpected, tuple(trial.mismatched), tuple(trial.cut))
+        return found, trial.reads if trial.ended else {}
 
 
 class _AwakeLoadTarget(LoadTarget):
@@ -805,20 +920,47 @@ class _StagedLoadTarget(_AwakeLoadTarget, ArenaTarget):
 
     takes_deltas = True
 
-    def __init__(self, sink: VllmSink, layout: StreamLayout) -> None:
+    def __init__(self, sink: VllmSink, layout: StreamLayout, sliced: Sliced | None) -> None:
         self._sink = sink
         self.manifest = layout.manifest
         self._specs = layout.manifest.specs
         self._names = sink.given_names(layout.manifest)
         self._index = layout.manifest.index
-        self.memory: Memory = Memory.of_stream(layout, arena.allocate(layout.nbytes, sink.device))
-        self.peak_extra_nbytes = layout.nbytes
+        nbytes = layout.nbytes if sliced is None else sliced.nbytes(layout.manifest)
+        buffer = arena.allocate(nbytes, sink.device)
+        if sliced is None:
+            self.memory: Memory = Memory.of_stream(layout, buffer)
+        else:
+            self.memory = sliced.in_arena(layout.manifest, buffer)
+        self._sliced = sliced
+        self.peak_extra_nbytes = nbytes
 
-    def staged_tensors(self) -> Iterator[tuple[str, tuple[TensorSpec, torch.Tensor]]]:
-        """Yield the staged tensors by the names under which the model takes them."""
+    def staged_tensors(self) -> Iterator[tuple[str, tuple[torch.Tensor, Shaped]]]:
+        """Yield (name, (bytes, what makes the tensor of them)), by the names that the model takes.
+
+        Of a tensor of which a box is staged that makes a sliced one.
+        """
         for name in self._names:
-            i = self._index[name]
-            yield name, (self._specs[i], own_storage(self.memory.tensors[i]))
+            index = self._index[name]
+            yield name, self._staged(index)
+
+    def _staged(self, index: int) -> tuple[torch.Tensor, Shaped]:
+        spec = self._specs[index]
+        if self._sliced is None:
+            return own_storage(self.memory.tensors[index]), lambda _, flat: from_bytes(flat, spec)
+        place = self._sliced.places.get(index)
+        if place is None:
+            dtype, device = TORCH_DTYPES[spec.dtype], self._sink.device
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            return empty, lambda name, _: nothing_of(name, spec.shape, dtype, device)
+        box = self._sliced.boxes[place][1]
+        local = TensorSpec(spec.name, spec.dtype, box.local_shape)
+
+        def sliced(name: str, flat: torch.Tensor) -> torch.Tensor:
+            held = from_bytes(flat, local)
+            return held if box.is_whole else SlicedTensor.of(name, held, box)
+
+        return own_storage(self.memory.tensors[place]), sliced
 
     def commit(self) -> None:
         self._sink.commit_all([self])

@@ -305,6 +305,13 @@ class WeightSink(ABC):
         """
         return None
 
+    def whole(self, offered: Manifest) -> Mapping[str, str]:
+        """Return the offered tensors of which no box is known, so that they are loaded whole.
+
+        With the reasons. Empty for a sink that loads no boxes.
+        """
+        return {}
+
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Commit the load targets of one update, in this order; see LoadTarget.commit."""
         for load_target in load_targets:
