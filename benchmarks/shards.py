@@ -32,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import weightsync as ws
+from benchmarks import megatron
 from benchmarks.ranks import Counted
 from benchmarks.results import machine, today
 from weightsync.server.listening import listen
@@ -45,13 +46,17 @@ WAIT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A trainer and its receivers. `gathers`: its source makes full tensors alone."""
+    """A trainer and its receivers. `gathers`: its source makes full tensors alone.
+
+    `megatron`: a model of megatron-core, which `make test-megatron` installs in .venv-megatron.
+    """
 
     trainer: str
     ranks: int
     dtype: torch.dtype = SENT
     gathers: bool = False
     receivers: int = 1
+    megatron: bool = False
 
     @property
     def receiver(self) -> str:
@@ -66,6 +71,10 @@ SETUPS = {
     "cast": Setup(trainer="2 ranks, float32 cast to bf16", ranks=2, dtype=torch.float32),
     "tp2": Setup(trainer="2 ranks", ranks=2, receivers=2),
     "gather": Setup(trainer="2 ranks that gather", ranks=2, gathers=True),
+    "megatron": Setup(trainer="Megatron, TP 2 x PP 2", ranks=4, megatron=True),
+    "megatron-gather": Setup(
+        trainer="Megatron, TP 2 x PP 2, exported by a gather", ranks=4, gathers=True, megatron=True
+    ),
 }
 
 
@@ -165,7 +174,7 @@ def serve(number: int, setup: Setup, mib: int, folder: str, told: Any, end: Any)
     torch.set_num_threads(1)
 
     def build_own() -> nn.Module:
-        model = build(mib, SENT)
+        model = (megatron.build_receiver if setup.megatron else build)(mib, SENT)
         return model if mesh is None else split(model, mesh)
 
     mesh = None
@@ -206,15 +215,19 @@ def train(
     torch.set_num_threads(1)
     counted = Counted()
     join(folder, "ranks", rank, setup.ranks)
-    model = build(mib, setup.dtype)
+    model = (megatron.build_receiver if setup.megatron else build)(mib, setup.dtype)
     whole = [p.detach().to(SENT, copy=True) for p in model.parameters()] if rank == 0 else []
     other = [torch.empty_like(tensor) for tensor in whole]
-    if setup.ranks > 1:
+    dtype = None if setup.gathers or setup.megatron else SENT
+    source: object = model
+    if setup.megatron:
+        model, own = megatron.build_trainer(model.state_dict())
+        source = Gathered(megatron.export_of(own)) if setup.gathers else own
+    elif setup.ranks > 1:
         for block in model.children():
             fully_shard(block)
         fully_shard(model)
-    source = Gathered(model, dtype=SENT) if setup.gathers else model
-    dtype = None if setup.gathers else SENT
+        source = Gathered(model, dtype=SENT) if setup.gathers else model
     to: list[str] = urls if rank == 0 else []
     dist.barrier()
     started = time.perf_counter()
@@ -332,7 +345,12 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=SETUPS, nargs="+", default=list(SETUPS))
+    parser.add_argument(
+        "--only",
+        choices=SETUPS,
+        nargs="+",
+        default=[name for name, setup in SETUPS.items() if not setup.megatron],
+    )
     given = parser.parse_args()
     about = machine()
     print(
