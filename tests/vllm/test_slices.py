@@ -92,6 +92,10 @@ def outcomes(name: str, workers: int, experts: bool, folder: Path) -> list[dict[
             with ws.connect(source, to=receiver.handle) as sender:
                 report = sender.send_weights()
             reply = report.receivers[0]
+            takes_boxes = sink.boxes(source.manifest) is not None
+        with closing(ws.WeightReceiver(sink, apply="in_place")) as receiver:
+            ws.connect(source, to=receiver.handle).close()
+            takes_boxes_in_place = sink.boxes(source.manifest) is not None
         held = held_checksums(model)
         specs = source.manifest.specs
         boxes = {} if sliced is None else {specs[i].name: box for i, box in sliced.boxes}
@@ -104,6 +108,7 @@ def outcomes(name: str, workers: int, experts: bool, folder: Path) -> list[dict[
                 "boxes": {name: box.spans for name, box in boxes.items()},
                 "unread": sorted({s.name for s in specs} - set(boxes)) if boxes else [],
                 "verified": report.verified,
+                "takes_boxes": (takes_boxes, takes_boxes_in_place),
             }
         )
     return told
@@ -135,6 +140,7 @@ def test_each_of_two_workers_takes_its_half(worker: Any, name: str, tmp_path: Pa
         assert one["share"] < 0.51  # norms and routers are in both
         assert one["verified"] == "arrived"
         assert one["unread"] == []
+        assert one["takes_boxes"] == (True, False)  # of in place, hosts must not leave out any
         head = one["boxes"]["model.embed_tokens.weight"]
         assert head == (((rank * 160, rank * 160 + 160),), ((0, 64),))
         # GPT-OSS clears in all workers but the first what the first alone adds.

@@ -704,6 +704,7 @@ class VllmSink(WeightSink):
         self._known: dict[str, tuple[ManifestDifference, dict[str, Reads]]] = {}
         self._sliced: dict[str, Sliced | None] = {}
         self._generation = 0
+        self._takes_boxes: set[str] = set()
         # Experts that move between workers are in other boxes afterwards.
         moves_experts = getattr(vllm_config.parallel_config, "enable_eplb", False)
         self._slices = slices and not moves_experts and not getattr(config, "quantization", None)
@@ -729,13 +730,20 @@ class VllmSink(WeightSink):
 
     def boxes(self, offered: Manifest) -> list[tuple[int, Slice]] | None:
         """Return the boxes that this worker's loaders read; None where they read whole tensors."""
-        sliced = self.sliced(offered)
+        sliced = self._staged(offered)
         return None if sliced is None else sliced.boxes
 
     def whole(self, offered: Manifest) -> Mapping[str, str]:
         """Return the tensors that are loaded whole, with the reasons, where others are not."""
-        sliced = self.sliced(offered)
+        sliced = self._staged(offered)
         return {} if sliced is None else sliced.whole
+
+    def _staged(self, offered: Manifest) -> Sliced | None:
+        """Return what is read of tensors whose last load target takes boxes.
+
+        Another one takes whole tensors: another host must not leave out what no box has.
+        """
+        return self.sliced(offered) if offered.digest in self._takes_boxes else None
 
     def refresh(self) -> int:
         """Return a number that grows where a recording of what is read turned out not to fit."""
@@ -776,10 +784,14 @@ class VllmSink(WeightSink):
     def open_target(self, layout: StreamLayout, apply: Apply) -> LoadTarget:
         """Stage the stream until `commit`; a whole model may also be loaded in place."""
         self.difference(layout.manifest).check(partial=True, more_follows=True)
+        self._takes_boxes.discard(layout.manifest.digest)
         if apply == "in_place" and not self.difference(layout.manifest).missing:
             return _InPlaceLoadTarget(self, layout.manifest)
         whole = not self.difference(layout.manifest).missing
-        return _StagedLoadTarget(self, layout, self.sliced(layout.manifest) if whole else None)
+        sliced = self.sliced(layout.manifest) if whole else None
+        if sliced is not None:
+            self._takes_boxes.add(layout.manifest.digest)
+        return _StagedLoadTarget(self, layout, sliced)
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Load all targets in one reload: tensors that vLLM fuses may be in several messages."""
