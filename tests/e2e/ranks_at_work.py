@@ -92,6 +92,8 @@ class Trainer:
         self.source: Any = self.model
         if options.pop("gathers", False):
             self.source = Gathered(self.model)
+        if options.pop("iterates", False):
+            self.source = self.iterate
         fault = options.pop("fault", None)
         if fault is not None:
             self.source = Faulty(rank, self.model, fault)
@@ -102,6 +104,11 @@ class Trainer:
             options["process_group"] = dist.new_group(group, use_local_synchronization=True)
         options.setdefault("timeout_s", TIMEOUT_S)
         self.sender = ws.connect(self.source, to=to, **options)
+
+    def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors, each of which all ranks gather when it is requested."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            yield strip_wrappers(name), shards.gather(tensor.detach())
 
     def step(self) -> None:
         """One step of an optimizer, or a change of each weight of a model that computes nothing."""

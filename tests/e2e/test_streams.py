@@ -70,6 +70,18 @@ def test_nothing_is_gathered(
     assert ranks.run(work.gathers_of_an_update) == [0] * len(sent)
 
 
+@pytest.mark.parametrize("ranks", [2, 3], indirect=True)
+def test_a_callable_that_gathers_in_its_iteration(ranks: Crew, host: Host) -> None:
+    """No rank waits for one that waits for it: rank 0 sends what each iteration gathers."""
+    to = receivers(host, 2)
+    start(ranks, to, "fsdp", iterates=True, **SMALL)
+    for version in (1, 2):
+        sent = ranks.run(work.step_and_send)
+        check_sent(sent, to, version)
+        (why,) = sent[0][0].result.gathered.values()
+        assert "several ranks make it in an iteration, and may wait for each other" in why
+
+
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_cast_of_nan_is_no_difference(ranks: Crew, host: Host) -> None:
     """The bits of NaN depend on how torch casts it, which is no reason to refuse the update."""

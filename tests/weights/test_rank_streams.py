@@ -238,13 +238,30 @@ def test_a_plan_says_why_there_is_none() -> None:
     held = Holdings(["w"], [Slice((4, 2), (((0, 2),), ((0, 2),)))], lambda: [torch.zeros(2, 2)])
     silent = encode_held(None, model, "HOST-1")
     known = encode_held(held, model, "HOST-1")
-    elsewhere = encode_held(held, model, "HOST-2")
+    rest = Holdings(["w"], [Slice((4, 2), (((2, 4),), ((0, 2),)))], lambda: [torch.zeros(2, 2)])
+    elsewhere = encode_held(rest, model, "HOST-2")
     assert plan_streams(model, [known, silent]).why_not == (
         "rank 1: its source only makes full tensors"
     )
-    assert plan_streams(model, [known, elsewhere]).why_not == (
-        "the trainer's ranks are on several hosts"
-    )
+    plan = plan_streams(model, [known, elsewhere])
+    assert (plan.why_not, plan.hosts) == ("", [0, 1])
+
+
+def test_what_several_ranks_make_in_their_iterations_is_gathered() -> None:
+    """They may wait for each other; tensors of one rank alone, and kept ones, are sent as held."""
+    shape = (4, 2)
+    model = Manifest(tuple(TensorSpec(name, "float32", shape) for name in ("a", "b")))
+
+    def told(*names: str, may_wait: bool = True) -> bytes:
+        boxes = [Slice.whole_of(shape)] * len(names)
+        held = Holdings(names, boxes, lambda: [], stays=not may_wait, may_wait=may_wait)
+        return encode_held(held, model, "HOST-1")
+
+    why = "b: several ranks make it in an iteration, and may wait for each other"
+    assert plan_streams(model, [told("a", "b"), told("b")]).why_not == why
+    assert plan_streams(model, [told("a"), told("b")]).why_not == ""
+    kept = [told("a", "b", may_wait=False), told("a", "b", may_wait=False)]
+    assert plan_streams(model, kept).why_not == ""
     assert "elements that no rank holds" in plan_streams(model, [known, known]).why_not
 
 

@@ -37,6 +37,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     held: bytes = b""
     stays: bool = True
+    may_wait: bool = False
     why_not: str = ""
 
 
@@ -49,7 +50,7 @@ def encode_held(holdings: Holdings | None, manifest: Manifest, host: str) -> byt
         told = _Told(host=host, why_not="its source only makes full tensors")
     else:
         held = encode_holdings(holdings, manifest)
-        told = _Told(host=host, held=held, stays=holdings.stays)
+        told = _Told(host=host, held=held, stays=holdings.stays, may_wait=holdings.may_wait)
     return msgspec.msgpack.encode(told)
 
 
@@ -138,6 +139,11 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         if one.why_not:
             return StreamPlan(why_not=f"rank {rank}: {one.why_not}")
     held = [decode_holdings(one.held) for one in ranks]
+    waiting = [listed for one, listed in zip(ranks, held, strict=True) if one.may_wait]
+    if (name := _made_by_several(manifest, waiting)) is not None:
+        return StreamPlan(
+            why_not=f"{name}: several ranks make it in an iteration, and may wait for each other"
+        )
     gathered = gathered_from(manifest, held)
     if gathered and not all(one.stays for one in ranks):
         name, reason = next(iter(gathered.items()))
@@ -168,6 +174,22 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         hosts=[numbers.setdefault(one.host, len(numbers)) for one in ranks],
         is_replicated=not gathered and all(_holds_all(manifest, listed) for listed in held),
     )
+
+
+def _made_by_several(manifest: Manifest, ranks: Sequence[RankHoldings]) -> str | None:
+    """Return the name of a tensor that several of these ranks hold; None where there is none.
+
+    They may have gathered it, each in its iteration. If each of them sent others of these tensors,
+    a receiver could wait for one rank, which waits in its collective for another one, whose ring is
+    full until the receiver reads on.
+    """
+    seen: set[int] = set()
+    for held in ranks:
+        for index in dict.fromkeys(i for i, _ in held.listed()):
+            if index in seen:
+                return manifest.specs[index].name
+            seen.add(index)
+    return None
 
 
 def _holds_all(manifest: Manifest, held: RankHoldings) -> bool:

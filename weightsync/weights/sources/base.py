@@ -662,7 +662,9 @@ class IterableSource:
                 yield local_of(tensor)
                 at, held = next(left, (0, None))
 
-        return Holdings(places.names, places.boxes, parts, stays=False)
+        # What yields shards gathers none; the tensors of a mapping are all made before the first.
+        may_wait = self._aliases is None and not places.sharded
+        return Holdings(places.names, places.boxes, parts, stays=False, may_wait=may_wait)
 
     def _noted(self) -> Places:
         """Return which parts of the tensors this rank yields: those of the first iteration."""

@@ -28,7 +28,8 @@ class Holdings:
     boxes, or none. `gathered` has the tensors that all ranks have to make together instead, with
     the reason for each. `stays` is True where the same tensors hold the boxes in every update: call
     `tensors`, whose memory can be registered. Else the source makes them for each update, and may
-    use memory again: call `pairs`, and copy each before the next one.
+    use memory again: call `pairs`, and copy each before the next one. `may_wait` is True where it
+    makes full tensors then, and may wait for other ranks, in a collective of its own.
 
     Args:
         read: returns the tensors that hold the boxes now, in the same order and not cast: a
@@ -48,6 +49,7 @@ class Holdings:
         buffers: Callable[[], Sequence[torch.Tensor]] = tuple,
         bases: Callable[[], Sequence[torch.Tensor]] | None = None,
         stays: bool = True,
+        may_wait: bool = False,
     ) -> None:
         self.names = names
         self.boxes = boxes
@@ -55,6 +57,7 @@ class Holdings:
         self.buffers = buffers
         self.bases = bases
         self.stays = stays
+        self.may_wait = may_wait
         self._read = read
         self._shapes = [torch.Size(box.local_shape) for box in boxes]
 
@@ -100,6 +103,7 @@ class Holdings:
             buffers=self.buffers,
             bases=self.bases,
             stays=self.stays,
+            may_wait=self.may_wait,
         )
 
     def cut(self, cutter: Callable[[str, Slice], Cut]) -> Holdings:
@@ -123,6 +127,7 @@ class Holdings:
             buffers=self.buffers,
             bases=bases,
             stays=self.stays,
+            may_wait=self.may_wait,
         )
 
 
@@ -134,9 +139,13 @@ class Cut(NamedTuple):
 
 
 class Places:
-    """The boxes of tensors that this rank holds, as they were when each was noted."""
+    """The boxes of tensors that this rank holds, as they were when each was noted.
+
+    `sharded`: some of them are DTensors.
+    """
 
     def __init__(self) -> None:
+        self.sharded = False
         self.names: list[str] = []
         self.boxes: list[Slice] = []
         self.gathered: dict[str, str] = {}
@@ -149,6 +158,7 @@ class Places:
         process holds (partial sums) is to be gathered, and one of a mesh without this process is
         held by others.
         """
+        self.sharded = self.sharded or is_sharded(tensor)
         if not is_member(tensor):
             return False
         try:
