@@ -245,6 +245,7 @@ def test_a_plan_says_why_there_is_none() -> None:
     )
     plan = plan_streams(model, [known, elsewhere])
     assert (plan.why_not, plan.hosts) == ("", [0, 1])
+    assert "elements that no rank holds" in plan_streams(model, [known, known]).why_not
 
 
 def test_what_several_ranks_make_in_their_iterations_is_gathered() -> None:
@@ -254,7 +255,7 @@ def test_what_several_ranks_make_in_their_iterations_is_gathered() -> None:
 
     def told(*names: str, may_wait: bool = True) -> bytes:
         boxes = [Slice.whole_of(shape)] * len(names)
-        held = Holdings(names, boxes, lambda: [], stays=not may_wait, may_wait=may_wait)
+        held = Holdings(names, boxes, list, stays=not may_wait, may_wait=may_wait)
         return encode_held(held, model, "HOST-1")
 
     why = "b: several ranks make it in an iteration, and may wait for each other"
@@ -262,7 +263,6 @@ def test_what_several_ranks_make_in_their_iterations_is_gathered() -> None:
     assert plan_streams(model, [told("a"), told("b")]).why_not == ""
     kept = [told("a", "b", may_wait=False), told("a", "b", may_wait=False)]
     assert plan_streams(model, kept).why_not == ""
-    assert "elements that no rank holds" in plan_streams(model, [known, known]).why_not
 
 
 def damaged(model: Manifest, **fields: object) -> object:
