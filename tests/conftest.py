@@ -87,3 +87,14 @@ def shm_clean() -> Iterator[None]:
     while (left := set(find_leftovers()) - dead) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"the test left {sorted(leftover.name for leftover in left)}"
+
+
+@pytest.fixture
+def keeps_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `weightsync serve` run in this process, whose resource tracker it would end.
+
+    It would wait for ever: a fork server of other tests keeps the tracker alive.
+    """
+    from weightsync.cli import serve
+
+    monkeypatch.setattr(serve, "_end_tracker", lambda: None)

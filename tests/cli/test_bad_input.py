@@ -17,6 +17,8 @@ from weightsync.cli.app import VERBS
 from weightsync.cli.output import FAILED, REFUSED, UNREACHABLE, USAGE
 from weightsync.errors import install_hint
 
+pytestmark = pytest.mark.usefixtures("keeps_tracker")
+
 
 class _Stranger(http.server.BaseHTTPRequestHandler):
     """A web server of another kind."""

@@ -46,6 +46,7 @@ def test_https_with_a_token_from_a_file(tmp_path: Path) -> None:
     assert TOKEN not in "".join(pages) + log.read_text()
 
 
+@pytest.mark.usefixtures("keeps_tracker")
 def test_files_that_will_not_do_are_found_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
