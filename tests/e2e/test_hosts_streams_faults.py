@@ -12,7 +12,7 @@ import weightsync as ws
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote, wait_until
 from tests.e2e.several_hosts import Trainer, half_reachable, sent_nbytes, together, told
-from tests.e2e.test_hosts_chain import stopped
+from tests.e2e.test_hosts_chain import BUCKET_NBYTES, MIDDLE_S, RATE, TIMEOUT_S, stopped
 from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
 from weightsync.shm.segment import cleanup_stale
 
@@ -20,11 +20,6 @@ pytestmark = [
     pytest.mark.skipif(bool(limit_problem()), reason="needs root, and tc"),
     pytest.mark.timeout(120),
 ]
-TIMEOUT_S = 8.0
-BUCKET_NBYTES = 128 << 10
-RATE = "100mbit"
-"""Half of the model, 8.4 MB, takes 0.7 s on the link of each trainer host."""
-MIDDLE_S = 0.4
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,10 @@ def network() -> Iterator[HostNetwork]:
 
 
 class Crossed:
-    """Ranks on the first two hosts, and receivers on the two others, which may die."""
+    """Ranks on the first two hosts, and receivers on the two others, which may die.
+
+    Half of the model, 8.4 MB, takes 0.7 s on the link of each trainer host.
+    """
 
     def __init__(self, network: HostNetwork, stack: ExitStack) -> None:
         self.network, self._stack = network, stack
