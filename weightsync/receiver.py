@@ -28,6 +28,7 @@ from weightsync.update.session import ReceiverSession
 from weightsync.weights.copying.shards import holds_shards
 from weightsync.weights.sinks.base import HookSink, LoadWeights, WeightSink
 from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
+from weightsync.weights.tensor_kinds import warn_of_derived
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     PROTOCOL,
@@ -136,6 +137,8 @@ class WeightReceiver:
                 "load_patches is never called in place, where a hook is sent whole models; give "
                 'WeightReceiver(..., apply="staged"), or a HookSink without load_patches'
             )
+        if on_commit is None and isinstance(self.sink, ModuleSink):
+            warn_of_derived(self.sink.module)
         self.instance = secrets.token_hex(8)
         self._session: ReceiverSession = ReceiverSession(
             self.sink,

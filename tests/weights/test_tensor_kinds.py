@@ -653,6 +653,34 @@ def test_extra_state_of_modules_is_warned_of(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+class Derived(nn.Linear):
+    """Two buffers that may be derived from its weight, and buffers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("largest", self.weight.detach().amax(), persistent=False)
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+        self.register_buffer("absent", None, persistent=False)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(4), persistent=False)
+
+
+def test_buffers_that_may_be_derived_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        ws.WeightReceiver(nn.Sequential(Derived(), Rotary()), on_commit=lambda _: None).close()
+        ws.WeightReceiver(nn.Sequential(nn.Linear(2, 2), Rotary())).close()
+        assert not caplog.records
+        ws.WeightReceiver(nn.Sequential(Derived(), Rotary(), Derived())).close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 buffers are not in the state dict")
+    assert "weights: 0.largest, 2.largest; derive them in" in record.getMessage()
+
+
 def test_no_quantizer_is_imported_to_know_its_classes() -> None:
     with pytest.raises(ws.ConfigError, match="bitsandbytes"):
         as_source({"w": quantized_parameter("bitsandbytes", "Params4bit")})

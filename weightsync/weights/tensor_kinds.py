@@ -369,6 +369,35 @@ def warn_of_state(
         )
 
 
+def warn_of_derived(module: nn.Module) -> None:
+    """Log a warning that names the buffers that may be derived from weights, and are not sent.
+
+    These are floating-point buffers that are not persistent, of modules that have parameters: the
+    others, as the frequencies of rotary embeddings, come from a config.
+    """
+    names = [
+        f"{path}.{key}" if path else key
+        for path, owner in module.named_modules()
+        if owner._non_persistent_buffers_set
+        for key in sorted(owner._non_persistent_buffers_set)
+        if _may_be_derived(owner, owner._buffers.get(key))
+    ]
+    if names:
+        logger.warning(
+            "%d buffers are not in the state dict, so no update carries them, and may be derived "
+            "from weights: %s; derive them in WeightReceiver(on_commit=...), or give an on_commit "
+            "that does nothing",
+            len(names),
+            shorten(names),
+        )
+
+
+def _may_be_derived(owner: nn.Module, buffer: torch.Tensor | None) -> bool:
+    if buffer is None or not buffer.dtype.is_floating_point:
+        return False
+    return next(owner.parameters(), None) is not None
+
+
 def states_beside(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[str]]:
     """Return `state_beside` of those tensors that have any, by name."""
     return {name: keys for name, tensor in named if (keys := state_beside(tensor))}
