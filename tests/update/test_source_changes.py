@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import peft
@@ -545,6 +545,31 @@ def test_tensors_without_a_version_are_sent() -> None:
     watch.begin(list(made), list(made.values()))
     made["b"].data = torch.zeros(1)
     assert watch.end() == ["b"]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_cast_of_the_module_after_connect_is_logged_once(
+    dtype: torch.dtype | None, shards: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, server = Layers(1, layers=2), Layers(0, layers=2)
+    receiver = ws.WeightReceiver(server)
+    with (
+        sharded(model) if shards else nullcontext(),
+        ws.connect(model, to=receiver.handle, dtype=dtype) as sender,
+    ):
+        sender.send_weights()
+        assert "cast" not in caplog.text
+        model.bfloat16()
+        for _ in range(2):
+            sender.send_weights()
+    said = [text for record in caplog.records if "were cast" in (text := record.getMessage())]
+    assert said == [
+        "2 tensors were cast since connect() or the last update, and are sent in the dtypes of "
+        "connect(): rows.0.weight from float32 to bfloat16, rows.1.weight from float32 to "
+        "bfloat16; connect again to send them as they are"
+    ]
+    assert values(server) == {1}
 
 
 async def overlapped(sends: int, kind: str) -> dict[str, int]:

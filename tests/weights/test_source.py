@@ -268,24 +268,3 @@ class TestChecked:
         with pytest.raises(ManifestMismatchError, match="'c' at position 2") as caught:
             list(checked(pairs, self.manifest))
         assert caught.value.unexpected == ("c",)
-
-
-def test_a_cast_of_the_module_after_connect_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    module = nn.Linear(2, 2)
-    source = ModuleSource(module)
-    source.stable_tensors()
-    source.made_of()
-    assert not caplog.records
-    module.bfloat16()
-    for _ in range(2):
-        assert source.stable_tensors() is not None
-        source.made_of()
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "2 tensors were cast since connect() or the last update, and are sent in the dtypes of "
-        "connect(): weight from float32 to bfloat16, bias from float32 to bfloat16; connect again "
-        "to send them as they are"
-    )
-    assert [spec.dtype for spec in source.manifest.specs] == ["float32", "float32"]

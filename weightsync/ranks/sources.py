@@ -51,6 +51,7 @@ from weightsync.weights.sources.wrapping import converted, forget_changes, inner
 from weightsync.weights.tensor_kinds import check_sendable
 
 Pair = tuple[str, torch.Tensor]
+NamedMemory = tuple[Sequence[str], Sequence[torch.Tensor]]
 
 
 class CollectiveSource:
@@ -422,6 +423,7 @@ class SourceOfUpdate:
         check_finite: CheckFinite = "off",
     ) -> None:
         self.manifest = given.manifest
+        self._names = [spec.name for spec in self.manifest.specs]
         stable = given.stable_tensors()
         self.is_made = stable is None
         # Whether the ranks make the tensors together.
@@ -437,6 +439,8 @@ class SourceOfUpdate:
         self._has_own = type(inner) is ModuleSource or inner.stable_tensors() is not None
         self._source: WeightSource = collective or given
         self._watch = SourceWatch()
+        if (watched := self._watched(stable)) is not None:
+            self._watch.know(*watched)
         self._stable: list[torch.Tensor] | None = None
         self._is_whole = False
         self._compares = False
@@ -607,11 +611,17 @@ class SourceOfUpdate:
             self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
         elif reads or self.is_made:
             stable = None if self.is_made else self.whole_tensors()
-            whole = SourceMemory(given).dtensors()
-            if stable is not None:
-                self._watch.begin([spec.name for spec in self.manifest.specs], stable, whole)
-            elif (made_of := SourceExtras(given).made_of()) is not None:
-                self._watch.begin(*made_of, whole)
+            if (watched := self._watched(stable)) is not None:
+                self._watch.begin(*watched, SourceMemory(given).dtensors())
+
+    def _watched(self, stable: Sequence[torch.Tensor] | None) -> NamedMemory | None:
+        """Return names and tensors whose memory is read: the stable ones, or what they are made of.
+
+        None where the source says neither.
+        """
+        if stable is not None:
+            return self._names, stable
+        return SourceExtras(self._given).made_of()
 
     def end_watch(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `watch`; see `SourceWatch.end`."""

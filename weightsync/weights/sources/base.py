@@ -84,6 +84,9 @@ _dtype_of = operator.attrgetter("dtype")
 class SourceWatch:
     """Detects tensors that change during a transfer.
 
+    It also reports those that the user has cast between two updates, as `model.half()` does: they
+    are sent in the dtypes of `connect`, in which receivers hold them.
+
     Detected: a higher `_version`, another data address or dtype, and a step of a torch optimizer
     over the tensor's storage. Not detected: writes that torch does not count (through `.data`,
     NumPy or another process), and an operator outside of an optimizer's step that is still running
@@ -94,9 +97,15 @@ class SourceWatch:
         optimizer_steps.install()
         self._names: Sequence[str] = ()
         self._tensors: Sequence[torch.Tensor] = ()
-        self._seen: list[list[object]] = []
+        self._seen: list[list[Any]] = []
+        self._known: tuple[Sequence[str], list[Any]] = (), []
         self._whole: list[tuple[str, torch.Tensor, int]] = []
         self._window: StepWindow | None = None
+
+    def know(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Record the dtypes of tensors that are sent, before the first update."""
+        names, tensors = with_shards(names, tensors)
+        self._known = names, list(map(_dtype_of, tensors))
 
     def begin(
         self,
@@ -114,6 +123,28 @@ class SourceWatch:
         self._names, self._tensors = with_shards(names, tensors)
         self._seen = _states(self._tensors)
         self._whole = [(name, tensor, _version(tensor)) for name, tensor in whole]
+        self._report_casts(self._names, self._seen[-1])
+
+    def _report_casts(self, names: Sequence[str], dtypes: list[Any]) -> None:
+        """Log once which of the known tensors have another dtype than before.
+
+        The dtypes are those of the tensors' states: to ask each tensor again takes time.
+        """
+        known_names, known = self._known
+        if dtypes == known or names != known_names:
+            return
+        cast = {
+            name: f"{name} from {dtype_name(before)} to {dtype_name(now)}"
+            for name, before, now in zip(names, known, dtypes, strict=True)
+            if before is not now
+        }
+        self._known = names, dtypes
+        logger.warning(
+            "%d tensors were cast since connect() or the last update, and are sent in the dtypes "
+            "of connect(): %s; connect again to send them as they are",
+            len(cast),
+            shorten(list(cast.values())),
+        )
 
     def end(self, is_adopted: Callable[[int, int], bool] = lambda _, __: False) -> list[str]:
         """Return the names of tensors that changed since `begin`, and drop all tensors.
@@ -209,7 +240,7 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return (tensor,) if local is None else (tensor, local)
 
 
-def _states(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
+def _states(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Return versions, addresses and dtypes of tensors, without a loop in Python where possible."""
     try:
         versions = list(map(_version_of, tensors))
@@ -223,7 +254,7 @@ def _states(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
 
 
 def _differences(
-    before: list[list[object]], now: list[list[object]], is_adopted: Callable[[int, int], bool]
+    before: list[list[Any]], now: list[list[Any]], is_adopted: Callable[[int, int], bool]
 ) -> Iterator[int]:
     """Yield the positions at which two results of `_states` differ."""
     rows = enumerate(zip(zip(*before, strict=True), zip(*now, strict=True), strict=True))
@@ -416,7 +447,6 @@ class ModuleSource:
         self._reshard()
         self._found = ModuleTensors(module, rename=rename, wants=wants)
         self._manifest = self._describe()
-        self._dtypes: list[torch.dtype] = []
         self._take_over()
         self._fits = True
         named = zip(self._found.names, self._found.tensors, strict=True)
@@ -444,13 +474,12 @@ class ModuleSource:
     def stable_tensors(self) -> list[torch.Tensor] | None:
         """Return the module's own tensors, None where a cast or a gather makes new ones."""
         self._look_again()
-        self._report_casts()
         return None if self._sharded or self._casts() else self._tensors
 
     @property
     def rounded(self) -> dict[str, str]:
         """The dtypes that the module has of tensors that are rounded before they are sent."""
-        return rounded_by(self._manifest.specs, self._dtypes)
+        return rounded_by(self._manifest.specs, map(_dtype_of, self._tensors))
 
     def made_of(self) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names by which tensors are sent, and the module's own tensors or shards."""
@@ -464,34 +493,7 @@ class ModuleSource:
         """
         if makes_others(self):
             return None
-
-        def read() -> tuple[list[str], list[torch.Tensor]]:
-            found = self.made_of()
-            self._report_casts()
-            return found
-
-        return holdings_of(read, buffers=lambda: fsdp_buffers(self._fsdp))
-
-    def _report_casts(self) -> None:
-        """Log once that the user has cast tensors since they were taken over: `model.half()`.
-
-        They are sent in the dtypes of `connect`, in which receivers hold them.
-        """
-        dtypes = list(map(_dtype_of, self._tensors))
-        if dtypes == self._dtypes:
-            return
-        cast_now = [
-            f"{name} from {dtype_name(before)} to {dtype_name(now)}"
-            for name, before, now in zip(self._names, self._dtypes, dtypes, strict=True)
-            if before is not now
-        ]
-        self._dtypes = dtypes
-        logger.warning(
-            "%d tensors were cast since connect() or the last update, and are sent in the dtypes "
-            "of connect(): %s; connect again to send them as they are",
-            len(cast_now),
-            shorten(cast_now),
-        )
+        return holdings_of(self.made_of, buffers=lambda: fsdp_buffers(self._fsdp))
 
     def cast_tensors(self) -> list[torch.Tensor] | None:
         """Return the tensors of which those that are sent are casts; None where some are shards."""
@@ -545,7 +547,6 @@ class ModuleSource:
             if tuple(specs) != manifest.specs:
                 raise self._mismatch(now)
         self._names, self._tensors = names, tensors
-        self._dtypes = list(map(_dtype_of, tensors))
         self._sharded = any(map(is_sharded, tensors))
         # One that is moved into shared memory would leave those that share its memory behind. torch
         # counts the users of a storage, and these may have storages of their own (`from_numpy`): a
