@@ -361,7 +361,7 @@ class WeightReceiver:
         if probe is not None:
             installed_backend(probe.backend).check_probe(probe.payload, self._session.senders.keys)
         if info is None:
-            return InitReply(status=self.status())
+            return InitReply(status=self.status(), kept=_by_dtype(self.sink.kept()))
         offered = Protocols(info.protocol_min, info.protocol_max)
         chosen = choose_protocol(offered, Protocols(PROTOCOL_MIN, PROTOCOL))
         self._session.init(info)
@@ -373,6 +373,7 @@ class WeightReceiver:
             protocol=chosen,
             wants=self._session.wants(info.sender),
             whole=self._session.whole(info.sender),
+            casts=self._session.casts(info.sender),
         )
 
     def _shutdown(self, request: ShutdownRequest) -> Status:
@@ -498,3 +499,13 @@ def as_sink(sink: object, *, manifest: Manifest | None = None) -> WeightSink:
         f"cannot load weights into an object of {type(sink).__name__}; give an nn.Module, a "
         "load_weights hook or a WeightSink"
     )
+
+
+def _by_dtype(kept: Mapping[str, str] | None) -> dict[str, list[str]] | None:
+    """Return the names of tensors by their dtype."""
+    if kept is None:
+        return None
+    found: dict[str, list[str]] = {}
+    for name, dtype in kept.items():
+        found.setdefault(dtype, []).append(name)
+    return found

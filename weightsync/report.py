@@ -81,7 +81,8 @@ class ReceiverReport:
     `names_nothing`: a hook took the tensors, and returned no names of what it loaded; `verified`
     says then what it was given. `sources` has the bytes that it copied from each rank of the
     trainer, where these send without a gather. `whole`: of a receiver that loads boxes of tensors,
-    those that it loads whole because their boxes are not known, with the reasons.
+    those that it loads whole because their boxes are not known, with the reasons. `casts`: how many
+    tensors it cast itself, as `{"float32 to bfloat16": 3}`.
     """
 
     target: str
@@ -96,6 +97,7 @@ class ReceiverReport:
     names_nothing: bool = False
     sources: Mapping[int, int] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    casts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,8 @@ class SyncReport:
       if each receiver read what it wants from the ranks that hold it.
     - `summed`: where several ranks send, the tensors of which the sum over all ranks was compared
       with that of what each receiver wrote, before the commit; this is done once for each plan.
+    - `casts`: with `dtype="receiver"`, how many tensors of the source were cast before they were
+      sent, as `{"float32 to bfloat16": 290}`. What receivers cast themselves is in `receivers`.
     - `connect_seconds`: time to connect by phase, if this update connected.
     - `rule`: `two-phase`, or `roll-forward` if a receiver failed that could not go back.
     - `dropped`: the targets that left the fleet, with the reasons.
@@ -150,6 +154,7 @@ class SyncReport:
     replicas_differ: tuple[str, ...] = ()
     gathered: Mapping[str, str] = field(default_factory=dict)
     summed: int = 0
+    casts: Mapping[str, int] = field(default_factory=dict)
     connect_seconds: Mapping[str, float] = field(default_factory=dict)
     rule: Rule = "two-phase"
     dropped: Mapping[str, str] = field(default_factory=dict)

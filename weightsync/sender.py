@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,7 @@ from weightsync.update.deltas import DeltaChoice, check_choice, why_never
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
+from weightsync.update.receiver_dtypes import KeptDtypes, kept_dtypes
 from weightsync.update.sets import SetUpdate
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.module_sink import Rename
@@ -94,6 +95,7 @@ from weightsync.weights.sources.base import (
     find_ties,
     rounded_by,
 )
+from weightsync.weights.sources.cast import cast_source, casts_of
 from weightsync.weights.sources.finite import CheckFinite
 from weightsync.weights.tensor_kinds import states_beside, warn_of_state
 from weightsync.wire.messages import SharedMemoryUsage, Status
@@ -108,11 +110,11 @@ _NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 
 
 @concise
-def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
+def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each checked here
     source: object,
     to: Targets,
     *,
-    dtype: Dtype | None = None,
+    dtype: Dtype | Literal["receiver"] | None = None,
     rename: Rename | None = None,
     backend: BackendChoice = "auto",
     packed: bool | None = None,
@@ -143,7 +145,8 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
       dicts, a Transport, or several of these. A server with several workers has one URL and counts
       as that many receivers.
     - `dtype`: casts floating-point tensors before they are sent, to torch.bfloat16 or "bfloat16"
-      for instance.
+      for instance. With "receiver" each tensor is cast to the dtype in which the receivers keep it;
+      one that they keep in unlike dtypes is sent as it is, and each receiver casts it.
     - `rename`: maps names; a mapping may lack some.
     - `backend`: `auto` takes the cheapest path that works for each receiver, of all backends that
       are registered; `ipc` knows only paths on the same host, `tcp` the path between hosts. Also a
@@ -218,7 +221,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             unusable=unusable,
             scrub=as_share("scrub", scrub),
             on_progress=progress_callback(progress),
-            dtype=as_dtype("dtype", dtype),
+            dtype=None if dtype == "receiver" else as_dtype("dtype", dtype),
             # Rank 0 alone sends messages, so the other ranks may name no receiver.
             targets=[] if _names_none(to) and ranks.rank else targets_of(to, "to="),
         )
@@ -227,7 +230,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         """Raise ConfigError where the ranks differ in a setting that one of them decides on."""
         options = checked.options
         settings: dict[str, object] = {
-            "dtype": checked.dtype and dtype_name(checked.dtype),
+            "dtype": dtype if checked.dtype is None else dtype_name(checked.dtype),
             "backend": backend if isinstance(backend, str) else _names_of(checked.backends),
             "packed": options.packed,
             "bucket_nbytes": options.bucket_nbytes,
@@ -262,7 +265,7 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         drops = on_failure == "drop"
         fleet = Fleet(
             group,
-            transports.every(checked.targets, wait_s=wait_s),
+            reached or transports.every(checked.targets, wait_s=wait_s),
             timeout_s=timeout_s,
             drops=drops,
             yields=yields,
@@ -279,16 +282,22 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
             group.observers.append(ProgressObserver(checked.on_progress))
         return Coordinator(fleet, paths, takeover=takeover, delta=delta, scrub=checked.scrub)
 
+    reached: list[BaseTransport] = []
     try:
         checked = ranks.together(check)
         compare(checked)
         cleanup_stale()
         # Apart: making a worker may be a collective, which a rank with a bad source never reaches.
-        made = ranks.together(lambda: as_source(source, dtype=dtype, rename=rename))
+        to_path = partial(TransportFactory, token, verify_tls=verify_tls, timeout_s=timeout_s)
+        kept = None
+        if dtype == "receiver":
+            below = str(getattr(source, "receiver_path", "")) if at is None else check_path(at)
+            every = partial(to_path(below=below).every, checked.targets, wait_s=wait_s)
+            kept = kept_dtypes(ranks, every, reached, timeout_s)
+        made = ranks.together(lambda: _source_to_send(source, checked.dtype, kept, rename))
         worker, below = ranks.together(lambda: make_worker(checked, made))
-        transports = TransportFactory(
-            token, verify_tls=verify_tls, timeout_s=timeout_s, below=below
-        )
+        _note_casts(worker, made, kept)
+        transports = to_path(below=below)
         group = RankGroup(worker, ranks)
         coordinator = ranks.together(
             lambda: make_coordinator(group, checked) if group.leads else None
@@ -296,8 +305,28 @@ def connect(  # noqa: PLR0913  # the settings of a connection, all keyword-only
         ranks.limit(ranks_timeout_s)
     except BaseException:
         ranks.close()
+        _close_all(reached)
         raise
     return WeightSender(group, coordinator, transports.one, verify=verify)
+
+
+def _source_to_send(
+    source: object, dtype: torch.dtype | None, kept: KeptDtypes | None, rename: Rename | None
+) -> WeightSource:
+    """Return the source of what is sent: cast to `dtype`, or to what the receivers keep."""
+    if kept is None:
+        return as_source(source, dtype=dtype, rename=rename)
+    return cast_source(source, kept.dtypes, only=kept.only, rename=rename)
+
+
+def _close_all(transports: Iterable[BaseTransport]) -> None:
+    for transport in transports:
+        transport.close()
+
+
+def _note_casts(worker: RankWorker, source: WeightSource, kept: KeptDtypes | None) -> None:
+    if kept is not None:
+        worker.may_cast, worker.casts = kept.unlike, casts_of(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

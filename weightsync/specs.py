@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -251,12 +252,14 @@ def union(manifests: Sequence[Manifest], ties: Mapping[str, str]) -> Manifest:
     return Manifest(tuple(spec for name, spec in specs.items() if name not in left), left)
 
 
-def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> ManifestDifference:
+def compare(
+    offered: Manifest, wanted: Manifest, *, cast: bool = False, may_cast: Container[str] = ()
+) -> ManifestDifference:
     """Compare two manifests, in time linear in the number of tensors.
 
     A wanted tensor is present if any of its tied names is offered. Two offered tensors that the
     receiver ties together are a mismatch, because one place cannot hold both. With `cast`, dtypes
-    may differ.
+    may differ; those of offered floating-point tensors that are in `may_cast`, in any case.
     """
     unexpected = [name for name in offered.index if name not in wanted.index]
     missing: list[str] = []
@@ -272,7 +275,8 @@ def compare(offered: Manifest, wanted: Manifest, *, cast: bool = False) -> Manif
             tied = " and ".join(offered.specs[i].name for i in sorted(sources))
             mismatched.append(f"{want.name}: offered as {tied}, wanted as one tied tensor")
         have = offered.specs[min(sources)]
-        if have.shape != want.shape or (have.dtype != want.dtype and not cast):
+        casts = cast or (have.name in may_cast and {have.dtype, want.dtype} <= FLOATING)
+        if have.shape != want.shape or (have.dtype != want.dtype and not casts):
             mismatched.append(f"{want.name}: offered {have}, wanted {want}")
         elif have.dtype in FLOATING:
             fitting.add(have.dtype)
@@ -295,3 +299,13 @@ def find_widened(offered: Manifest, wanted: Manifest) -> list[str]:
         if place is not None and rounds(wanted.specs[place].dtype, offered.specs[i].dtype):
             found[offered.specs[i].name] = None
     return list(found)
+
+
+def count_casts(manifest: Manifest, wanted: Manifest) -> dict[str, int]:
+    """Return how many tensors have another dtype in `wanted`, as `{"float32 to bfloat16": 290}`."""
+    places, counts = manifest.places(), Counter[str]()
+    for spec in manifest.specs:
+        at = next((wanted.index[name] for name in places[spec.name] if name in wanted.index), None)
+        if at is not None and wanted.specs[at].dtype != spec.dtype:
+            counts[f"{spec.dtype} to {wanted.specs[at].dtype}"] += 1
+    return dict(counts)

@@ -79,6 +79,12 @@ def _equal() -> nn.Module:
     return Equal()
 
 
+def _mixed() -> nn.Module:
+    model = _decoder().bfloat16()
+    model.get_submodule("layers.1").float()
+    return model
+
+
 def _rows() -> nn.Module:
     from tests.e2e.stream_faults import Rows
 
@@ -96,6 +102,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "wide": lambda: nn.ParameterDict({f"t{i}": torch.zeros(1 << 18) for i in range(16)}),
     "squares": lambda: nn.ParameterDict({f"t{i}": torch.zeros(512, 512) for i in range(16)}),
     "pages": lambda: nn.ParameterDict({f"t{i}": torch.zeros(64, 64) for i in range(4)}),
+    "decoder-mixed": _mixed,
     "decoder-bfloat16": lambda: _decoder().bfloat16(),
     "untied": lambda: nn.ModuleDict(
         {"embedding": nn.Embedding(64, 24), "head": nn.Linear(24, 64, bias=False)}

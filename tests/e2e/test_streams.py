@@ -82,6 +82,24 @@ def test_a_callable_that_gathers_in_its_iteration(ranks: Crew, host: Host) -> No
         assert "several ranks make it in an iteration, and may wait for each other" in why
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_each_rank_casts_to_what_the_receivers_keep(ranks: Crew, host: Host, kind: str) -> None:
+    """Of one that they keep in unlike dtypes, each receiver casts what it is sent."""
+    rounded, mixed = (receivers(host, 1, model=f"decoder-{m}")[0] for m in ("bfloat16", "mixed"))
+    start(ranks, [rounded, mixed], kind, dtype="receiver")
+    for version in (1, 2, 3):
+        sent = ranks.run(work.step_and_send, torch.bfloat16)
+        check_sent(sent, [rounded], version)
+        exact = ranks.run(work.full_of_kept)[0]
+        report, held = sent[0][0].result, mixed.digests()
+        for name, digest in sent[0][1].items():
+            assert held[name] == (exact[name] if "layers.1" in name else digest), name
+        assert report.gathered == {}
+        assert set(report.casts) == {"float32 to bfloat16"}
+        assert min(sum(one.casts.values()) for one in report.receivers) == 0
+
+
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_cast_of_nan_is_no_difference(ranks: Crew, host: Host) -> None:
     """The bits of NaN depend on how torch casts it, which is no reason to refuse the update."""

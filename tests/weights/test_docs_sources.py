@@ -22,6 +22,7 @@ Tensors = dict[str, torch.Tensor]
 ADAPTERS = "A model with adapters"
 EXPERTS = "A mixture of experts"
 DERIVED = "What is not sent"
+KEPT = "A cast to what receivers keep"
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
 FOUND = re.findall(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
@@ -108,8 +109,20 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS, DERIVED}
+    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS, DERIVED, KEPT}
     assert PAGE.read_text().count("```python") == len(EXAMPLES)
+
+
+def test_each_tensor_is_cast_to_what_the_server_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    model, server = make_model(), make_model().bfloat16()
+    server.layers[0].norm.float()
+    run(KEPT, model, ws=ws, url=ws.WeightReceiver(server).handle)
+    sent = model.state_dict()
+    check(
+        dict(server.state_dict()), {n: sent[n].to(t.dtype) for n, t in server.state_dict().items()}
+    )
+    casts = len(sent) - 2
+    assert capsys.readouterr().out == f"{{'float32 to bfloat16': {casts}}}\n"
 
 
 class Scaled(nn.Linear):

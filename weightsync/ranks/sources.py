@@ -43,6 +43,7 @@ from weightsync.weights.sources.base import (
     checked,
     groups_of,
 )
+from weightsync.weights.sources.cast import CastSource
 from weightsync.weights.sources.declared import Declared
 from weightsync.weights.sources.exchange import decode_holdings, encode_holdings, placed_from
 from weightsync.weights.sources.finite import CheckFinite, not_finite
@@ -527,7 +528,9 @@ class SourceOfUpdate:
         given = self._given  # a subclass of a ModuleSource may make others
         if type(given) is ModuleSource:
             return given.cast_tensors()
-        return given.cast_tensors() if isinstance(given, StreamSource) else None
+        if isinstance(given, StreamSource):
+            return given.cast_tensors()
+        return list(given.cast_tensors() or ()) or None if isinstance(given, CastSource) else None
 
     def tensors(self) -> Iterator[Pair]:
         """Yield the tensors of the source.

@@ -117,6 +117,8 @@ class RankWorker:
     because this rank's caller left the update. `reading` has the readers of the last update, by
     backend; their signs of life are reported until it is finished. `calls` are its commands.
     `stream_lines` are the lines of the streams of all ranks, of the last plan that was opened.
+    `may_cast` are the tensors that receivers keep in unlike dtypes and cast themselves, `casts` the
+    numbers of those that the source casts, for the report.
     `is_apart`: no rank waits for another one in this update, and `late` is the error of this one.
     """
 
@@ -148,6 +150,8 @@ class RankWorker:
         self.rounded = SourceExtras(source).rounded
         self.source = SourceOfUpdate(source, self._collective, check_finite)
         self._given = source
+        self.may_cast: frozenset[str] = frozenset()
+        self.casts: Mapping[str, int] = {}
         self.plan = StreamPlan(why_not="one rank sends")
         self._model_layout: StreamLayout | None = None
         self._cuts: tuple[StreamPlan, list[WantsInfo], StreamPlan] | None = None

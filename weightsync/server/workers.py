@@ -58,6 +58,12 @@ _LEAST_READY_FIRST = (
 _WEAKEST_FIRST = ("none", "arrived", "held")
 
 
+def _merge_kept(kept: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return the names of the tensors that any of the workers keeps, by dtype."""
+    dtypes = dict.fromkeys(dtype for each in kept for dtype in each)
+    return {d: list(dict.fromkeys(n for each in kept for n in each.get(d, ()))) for d in dtypes}
+
+
 def merge_statuses(statuses: Mapping[str, Status]) -> Status:
     """Return one status for all workers, given by path: that of the least ready worker.
 
@@ -279,8 +285,9 @@ class Workers(Receiver):
                 f"own: send init to {', '.join(self.workers)} below it, or connect() to this URL "
                 "with weightsync, which does that by itself"
             )
-        self._call_all(request)
-        return InitReply(status=self.status())
+        replies = [answer.reply for answer in self._call_all(request)]
+        kept = [r.kept for r in replies if isinstance(r, InitReply) and r.kept is not None]
+        return InitReply(status=self.status(), kept=_merge_kept(kept) if kept else None)
 
     def _fetch(self, request: FetchRequest) -> Reply:
         """One worker sends: where each holds whole tensors, they hold the same."""

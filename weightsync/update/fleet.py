@@ -103,7 +103,8 @@ class Member:
     by the engine of `backend`, where its index is `reader`. Where several ranks send, each its
     stream, these are `ranks`: the member has the same index on all of them, and `rank` is 0.
     `skipped` has the reason why each other path was not taken, `wants` the boxes that the receiver
-    loads (None: whole tensors), `whole` the tensors of which it knows no box, with the reasons.
+    loads (None: whole tensors), `whole` the tensors of which it knows no box, with the reasons;
+    `casts` are the numbers of tensors that it casts itself.
     `sender` is the sender id that the receiver knows, `released` the same id after the memory was
     withdrawn. `term` is this sender's term as the owner of the receiver, 0 before the first status.
     `owned` says that this sender has been its owner, `replaced_by` is the owner after it of which
@@ -130,6 +131,7 @@ class Member:
     skipped: dict[str, str] = field(default_factory=dict)
     wants: WantsInfo | None = None
     whole: dict[str, str] = field(default_factory=dict)
+    casts: dict[str, int] = field(default_factory=dict)
     sender: str = ""
     released: str = ""
     term: int = 0

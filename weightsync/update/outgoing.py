@@ -353,6 +353,7 @@ class UpdateTransaction:
                 names_nothing=reply.names_nothing,
                 sources=reply.sources,
                 whole=member.whole,
+                casts=member.casts,
                 skipped_paths=member.skipped,
             )
             for member, reply in replies.items()
@@ -383,6 +384,7 @@ class UpdateTransaction:
             replicas_differ=self._group.worker.replicas.take_differing(),
             gathered=self._gathered(),
             summed=len(self.summed),
+            casts=self._group.worker.casts,
             merge=self._merge(),
             rule=self.rule,
         )

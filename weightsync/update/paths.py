@@ -178,7 +178,7 @@ class PathSelector:
         self._unusable = unusable
         self._paths: dict[str, dict[int, str]] = {}
         self._next_reader: dict[tuple[str, int], int] = {}
-        self._manifest = manifest_to_wire(fleet.group.manifest)
+        self._manifest = manifest_to_wire(fleet.group.manifest, fleet.group.worker.may_cast)
         self._warned: set[Member] = set()
         self._removed: dict[str, list[int]] = {}
 
@@ -590,6 +590,7 @@ class PathSelector:
                 reply = answer.reply
                 answer.member.wants = reply.wants if isinstance(reply, InitReply) else None
                 answer.member.whole = reply.whole if isinstance(reply, InitReply) else {}
+                answer.member.casts = reply.casts if isinstance(reply, InitReply) else {}
                 answer.member.sender = group.rank_infos[answer.member.rank].sender_id
                 self._warn_of_rounding(answer)
                 answer.member.owned = True

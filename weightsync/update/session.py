@@ -44,6 +44,7 @@ from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.copying.rank_streams import describe_wants
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.base import LoadTarget, WeightSink, check_manifest, users_code
+from weightsync.wire.codec import castable
 from weightsync.wire.messages import (
     AbortRequest,
     DeltaTerms,
@@ -226,6 +227,7 @@ class ReceiverSession:
             self.check_open()  # it may have been closed meanwhile
             self._close_dead_senders()
             manifest = self.senders.open(info)
+            self.sink.let_cast(castable(info.manifest))
             try:
                 difference = self.sink.difference(manifest)
                 if difference.unexpected or difference.mismatched or difference.cut:
@@ -247,6 +249,11 @@ class ReceiverSession:
         """
         manifest = self.senders.manifest(sender)
         return self.sink.widened(manifest) if manifest is not None else None
+
+    def casts(self, sender: str) -> dict[str, int]:
+        """Return how many tensors of a sender are cast here; see WeightSink.counted_casts."""
+        manifest = self.senders.manifest(sender)
+        return {} if manifest is None else self.sink.counted_casts(manifest)
 
     def wants(self, sender: str) -> WantsInfo | None:
         """Return the boxes that are loaded of a sender's tensors; None for whole tensors."""

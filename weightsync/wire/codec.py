@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -149,11 +149,21 @@ def check_reply(call: str, reply: object) -> None:
     reply_from_plain(call, plain)
 
 
-def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
-    """Return a manifest as columns: names, dtypes, shapes."""
+_MAY_CAST = ":cast"
+"""After the name of a dtype: a receiver that keeps the tensor in another one casts it itself."""
+
+
+def manifest_to_wire(manifest: Manifest, may_cast: Container[str] = ()) -> ManifestMessage:
+    """Return a manifest as columns: names, dtypes, shapes.
+
+    Receivers may cast the tensors in `may_cast`, which they keep in unlike dtypes.
+    """
     return ManifestMessage(
         names=[spec.name for spec in manifest.specs],
-        dtype_names=[spec.dtype for spec in manifest.specs],
+        dtype_names=[
+            spec.dtype + _MAY_CAST if spec.name in may_cast else spec.dtype
+            for spec in manifest.specs
+        ],
         shapes=[list(spec.shape) for spec in manifest.specs],
         aliases=dict(manifest.aliases),
     )
@@ -161,12 +171,17 @@ def manifest_to_wire(manifest: Manifest) -> ManifestMessage:
 
 def manifest_from_wire(message: ManifestMessage) -> Manifest:
     """Return the manifest of columns. Raises ProtocolError, which names the wrong entry."""
+    dtypes = [dtype.removesuffix(_MAY_CAST) for dtype in message.dtype_names]
     try:
-        return Manifest.from_columns(
-            message.names, message.dtype_names, message.shapes, message.aliases
-        )
+        return Manifest.from_columns(message.names, dtypes, message.shapes, message.aliases)
     except ConfigError as exc:
         raise ProtocolError(f"manifest: {exc}") from exc
+
+
+def castable(message: ManifestMessage) -> frozenset[str]:
+    """Return the names of the tensors that a receiver may cast; see `manifest_to_wire`."""
+    columns = zip(message.names, message.dtype_names, strict=False)
+    return frozenset(name for name, dtype in columns if dtype.endswith(_MAY_CAST))
 
 
 def parse_init_info(data: object) -> InitInfo | None:

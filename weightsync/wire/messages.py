@@ -437,6 +437,8 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     it does not know in which dtype they are kept. `protocol` is the one that the receiver chose:
     the newest that both sides have. `wants` are the boxes that it loads, None for whole tensors;
     `whole` has the tensors that it loads whole because it does not know its box, with the reasons.
+    `casts` are the numbers of tensors that it casts itself, as `{"float32 to bfloat16": 3}`. `kept`
+    has the names of the tensors that it keeps by their dtype, where nothing else is requested.
     """
 
     status: Status
@@ -446,6 +448,8 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     protocol: int = 1  # as of receivers that do not say it
     wants: WantsInfo | None = None
     whole: dict[str, str] = {}
+    casts: dict[str, int] = {}
+    kept: dict[str, list[Name]] | None = None
 
 
 class StepReply(ReplyMessage, frozen=True, kw_only=True):

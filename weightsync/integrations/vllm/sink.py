@@ -29,7 +29,13 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from weightsync.errors import BackendUnavailableError, ConfigError, TransferError, shorten
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    TransferError,
+    WeightSyncError,
+    shorten,
+)
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.integrations.vllm.direct_writes import DirectWrites
 from weightsync.integrations.vllm.slices import (
@@ -50,7 +56,7 @@ from weightsync.integrations.vllm.writes import (
     places_of,
 )
 from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare, union
-from weightsync.tensors import TORCH_DTYPES, from_bytes
+from weightsync.tensors import TORCH_DTYPES, dtype_name, from_bytes
 from weightsync.weights.copying import arena
 from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.layout import StreamLayout
@@ -472,7 +478,7 @@ class Trial:
     `mismatched` are the tensors that do not fit, `cut` the layers that would be loaded in part,
     `ignored` the names of which nothing was written, `untouched` the parameters that got nothing,
     `left` those of layers that got nothing at all. `ended`: load_weights returned. `reads` has what
-    it read of each tensor.
+    it read of each tensor, `kept` the dtype of the parameter that it is written to.
     """
 
     mismatched: list[str] = field(default_factory=list)
@@ -482,6 +488,7 @@ class Trial:
     left: list[str] = field(default_factory=list)
     ended: bool = False
     reads: dict[str, Reads] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
 
 
 def try_out(reload: Reload, manifest: Manifest, names: list[str]) -> Trial:
@@ -627,6 +634,10 @@ class _LoadRecorder:
                     "together; send them in one message"
                 )
         trial.ignored = [name for name in self._names if name not in self._taken]
+        for (path, name), sources in self._sources.items():
+            tensor = layers[path]._parameters.get(name)
+            if tensor is not None:
+                trial.kept.update(dict.fromkeys(sources, dtype_name(tensor.dtype)))
         return trial
 
 
@@ -702,6 +713,7 @@ class VllmSink(WeightSink):
         self._pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
         self._checkpoint = _checkpoint_manifest(config)
         self._known: dict[str, tuple[ManifestDifference, dict[str, Reads]]] = {}
+        self._dtypes: dict[str, str] | None = None
         self._sliced: dict[str, Sliced | None] = {}
         self._generation = 0
         self._takes_boxes: set[str] = set()
@@ -727,6 +739,16 @@ class VllmSink(WeightSink):
                 self._known.clear()
             self._known[offered.digest] = found
         return self._known[offered.digest][0]
+
+    def kept(self) -> Mapping[str, str] | None:
+        """Return the dtypes of the parameters that the tensors of the checkpoint are loaded into.
+
+        None where that checkpoint is not on this host, and while the model cannot be tried out.
+        """
+        if self._checkpoint is not None and self._dtypes is None:
+            with suppress(WeightSyncError):
+                self.difference(self._checkpoint)
+        return self._dtypes
 
     def boxes(self, offered: Manifest) -> list[tuple[int, Slice]] | None:
         """Return the boxes that this worker's loaders read; None where they read whole tensors."""
@@ -869,6 +891,8 @@ class VllmSink(WeightSink):
         if known.unexpected or known.mismatched:
             return known, {}
         trial = try_out(self.reload, offered, self.given_names(offered))
+        if wanted and offered.index.keys() == wanted.index.keys() and trial.ended:
+            self._dtypes = trial.kept
         if wanted and not known.missing:
             # The model was loaded from the same tensors: all fit, but a reload may lose some. Where
             # the dry run did not get to its end, the commit looks at the same layers.

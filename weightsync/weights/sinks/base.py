@@ -35,7 +35,14 @@ from weightsync.errors import (
 )
 from weightsync.report import Apply as Apply  # noqa: PLC0414  # its users import it from here
 from weightsync.report import Verification as Verification  # noqa: PLC0414  # as Apply
-from weightsync.specs import Manifest, ManifestDifference, compare, find_widened, rounds
+from weightsync.specs import (
+    Manifest,
+    ManifestDifference,
+    compare,
+    count_casts,
+    find_widened,
+    rounds,
+)
 from weightsync.tensors import from_bytes
 from weightsync.weights.copying import arena
 from weightsync.weights.copying.copy_plan import Memory
@@ -234,11 +241,14 @@ class WeightSink(ABC):
     `casts` accepts floating-point tensors of another dtype than declared. `fetchable` False: other
     receivers may not fetch the weights in use. `keeps_views`: it keeps tensors that it is given.
     `swaps` False: a commit changes nothing that a decode step uses, and need not wait for one.
+    `may_cast`: floating-point tensors that it casts although `casts` is False, because receivers of
+    one sender keep them in unlike dtypes; set it by `let_cast`.
     """
 
     manifest: Manifest | None = None
     verification: Verification = "arrived"
     casts: bool = False
+    may_cast: frozenset[str] = frozenset()
     fetchable: bool = True
     keeps_views: bool = False
     swaps: bool = True
@@ -283,11 +293,26 @@ class WeightSink(ABC):
         known = self.__dict__.setdefault("_differences", {})
         found = cast(ManifestDifference | None, known.get(offered.digest))
         if found is None:
-            found = compare(offered, self.manifest, cast=self.casts)
+            found = compare(offered, self.manifest, cast=self.casts, may_cast=self.may_cast)
             if len(known) >= _KEPT_DIFFERENCES:
                 known.clear()
             known[offered.digest] = found
         return found
+
+    def let_cast(self, names: frozenset[str]) -> None:
+        """Cast these tensors from now on, and no others. Does nothing in a sink that cannot."""
+
+    def kept(self) -> Mapping[str, str] | None:
+        """Return the dtypes in which tensors are kept, by all of their names; None if not known."""
+        if self.manifest is None:
+            return None
+        return {name: self.manifest.specs[i].dtype for name, i in self.manifest.index.items()}
+
+    def counted_casts(self, offered: Manifest) -> dict[str, int]:
+        """Return how many offered tensors this sink casts, as `{"float32 to bfloat16": 3}`."""
+        if self.manifest is None or not (self.casts or self.may_cast):
+            return {}
+        return count_casts(offered, self.manifest)
 
     def widened(self, offered: Manifest) -> list[str] | None:
         """Return the names of offered tensors that this sink keeps in a dtype of more digits.
@@ -296,7 +321,7 @@ class WeightSink(ABC):
         """
         if self.manifest is None:
             return None
-        return find_widened(offered, self.manifest) if self.casts else []
+        return find_widened(offered, self.manifest) if self.casts or self.may_cast else []
 
     def boxes(self, offered: Manifest) -> Sequence[tuple[int, Slice]] | None:
         """Return the boxes that are loaded of offered tensors, by their positions; None for whole.

@@ -354,6 +354,12 @@ class ModuleSink(WeightSink):
         with _fork:
             _sinks.add(self)
 
+    def let_cast(self, names: frozenset[str]) -> None:
+        """Cast these tensors from now on, and no others."""
+        if names != self.may_cast:
+            self.may_cast = names
+            self.__dict__.pop("_differences", None)
+
     @property
     def device(self) -> torch.device:
         """The device of the first tensor; the CPU for a module without tensors."""
