@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.weights.sources.base import ModuleSource, StateDictSource, WeightSource
     from weightsync.weights.sources.declared import Holding
     from weightsync.weights.sources.experts import FusedExpertsSource, PerExpertSource
+    from weightsync.weights.sources.quantized import QuantizationScheme, QuantizedSource
     from weightsync.weights.sources.safetensors_source import SafetensorsSource
     from weightsync.weights.sources.wrapping import WrappingSource
 
@@ -105,6 +106,8 @@ __all__ = [
     "PerExpertSource",
     "Progress",
     "ProtocolError",
+    "QuantizationScheme",
+    "QuantizedSource",
     "ReceiverReport",
     "RemoteError",
     "RingEngine",
@@ -169,6 +172,7 @@ _MODULES = {
     "weights.sources.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.sinks.module_sink": ("ModuleSink", "ShardedModuleSink"),
     "weights.lines.patches": ("SparseWeightPatch",),
+    "weights.sources.quantized": ("QuantizationScheme", "QuantizedSource"),
     "weights.sources.safetensors_source": ("SafetensorsSource",),
     "weights.sinks.base": ("HookSink", "WeightSink"),
     "weights.sources.base": ("ModuleSource", "StateDictSource", "WeightSource"),

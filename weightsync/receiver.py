@@ -361,7 +361,11 @@ class WeightReceiver:
         if probe is not None:
             installed_backend(probe.backend).check_probe(probe.payload, self._session.senders.keys)
         if info is None:
-            return InitReply(status=self.status(), kept=_by_dtype(self.sink.kept()))
+            return InitReply(
+                status=self.status(),
+                kept=_by_dtype(self.sink.kept()),
+                quantization=self.sink.quantization,
+            )
         offered = Protocols(info.protocol_min, info.protocol_max)
         chosen = choose_protocol(offered, Protocols(PROTOCOL_MIN, PROTOCOL))
         self._session.init(info)

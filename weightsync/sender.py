@@ -79,16 +79,15 @@ from weightsync.transports.factory import (
 )
 from weightsync.update.coordinator import Coordinator, OnFailure
 from weightsync.update.deltas import DeltaChoice, check_choice, why_never
+from weightsync.update.described import Described, describe_together
 from weightsync.update.fleet import Fleet
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
-from weightsync.update.receiver_dtypes import KeptDtypes, kept_dtypes
 from weightsync.update.sets import SetUpdate
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import (
     NamedTensors,
-    SourceExtras,
     WeightSource,
     as_source,
     checked_pairs,
@@ -97,6 +96,7 @@ from weightsync.weights.sources.base import (
 )
 from weightsync.weights.sources.cast import cast_source, casts_of
 from weightsync.weights.sources.finite import CheckFinite
+from weightsync.weights.sources.quantized import QuantizedSource, scheme_of
 from weightsync.weights.tensor_kinds import states_beside, warn_of_state
 from weightsync.wire.messages import SharedMemoryUsage, Status
 
@@ -116,6 +116,7 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
     *,
     dtype: Dtype | Literal["receiver"] | None = None,
     rename: Rename | None = None,
+    quantize: Literal["receiver"] | None = None,
     backend: BackendChoice = "auto",
     packed: bool | None = None,
     bucket_nbytes: int | str | None = None,
@@ -148,6 +149,8 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
       for instance. With "receiver" each tensor is cast to the dtype in which the receivers keep it;
       one that they keep in unlike dtypes is sent as it is, and each receiver casts it.
     - `rename`: maps names; a mapping may lack some.
+    - `quantize`: "receiver" quantizes linear weights by the scheme that the receivers say, as vLLM
+      does of its checkpoint; see QuantizedSource, which takes a scheme.
     - `backend`: `auto` takes the cheapest path that works for each receiver, of all backends that
       are registered; `ipc` knows only paths on the same host, `tcp` the path between hosts. Also a
       `Backend` of your own, or several, in the order in which they are tried.
@@ -201,6 +204,7 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
 
     def check() -> _Checked:
         as_flag("verify", verify)
+        _check_quantize(quantize, dtype)
         as_choice("on_failure", on_failure, OnFailure)
         as_choice("delta", delta, DeltaChoice)
         check_choice(delta)
@@ -231,6 +235,7 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
         options = checked.options
         settings: dict[str, object] = {
             "dtype": dtype if checked.dtype is None else dtype_name(checked.dtype),
+            "quantize": quantize,
             "backend": backend if isinstance(backend, str) else _names_of(checked.backends),
             "packed": options.packed,
             "bucket_nbytes": options.bucket_nbytes,
@@ -259,7 +264,7 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
         worker = RankWorker(
             made, checked.options, ranks, checked.backends, check_finite, check_replicas
         )
-        return worker, SourceExtras(made).receiver_path if at is None else check_path(at)
+        return worker, _path_of(made, at)
 
     def make_coordinator(group: RankGroup, checked: _Checked) -> Coordinator:
         drops = on_failure == "drop"
@@ -289,14 +294,14 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
         cleanup_stale()
         # Apart: making a worker may be a collective, which a rank with a bad source never reaches.
         to_path = partial(TransportFactory, token, verify_tls=verify_tls, timeout_s=timeout_s)
-        kept = None
-        if dtype == "receiver":
-            below = str(getattr(source, "receiver_path", "")) if at is None else check_path(at)
-            every = partial(to_path(below=below).every, checked.targets, wait_s=wait_s)
-            kept = kept_dtypes(ranks, every, reached, timeout_s)
-        made = ranks.together(lambda: _source_to_send(source, checked.dtype, kept, rename))
+        said = None
+        if "receiver" in (dtype, quantize):
+            asked = to_path(below=_path_of(source, at))
+            every = partial(asked.every, checked.targets, wait_s=wait_s)
+            said = describe_together(ranks, every, reached, timeout_s)
+        made = ranks.together(lambda: _source_to_send(source, dtype, rename, quantize, said))
         worker, below = ranks.together(lambda: make_worker(checked, made))
-        _note_casts(worker, made, kept)
+        _note_casts(worker, made, said, dtype)
         transports = to_path(below=below)
         group = RankGroup(worker, ranks)
         coordinator = ranks.together(
@@ -311,22 +316,49 @@ def connect(  # noqa: PLR0913, PLR0915  # the settings of a connection, each che
 
 
 def _source_to_send(
-    source: object, dtype: torch.dtype | None, kept: KeptDtypes | None, rename: Rename | None
+    source: object,
+    dtype: Dtype | None,
+    rename: Rename | None,
+    quantize: str | None,
+    said: Described | None,
 ) -> WeightSource:
-    """Return the source of what is sent: cast to `dtype`, or to what the receivers keep."""
-    if kept is None:
+    """Return the source of what is sent: cast and quantized, also as the receivers say."""
+    if said is None:
         return as_source(source, dtype=dtype, rename=rename)
+    if quantize is not None:
+        scheme = scheme_of(said.quantization)
+        return QuantizedSource(as_source(source, dtype=dtype, rename=rename), scheme)
+    kept = said.kept()
     return cast_source(source, kept.dtypes, only=kept.only, rename=rename)
+
+
+def _path_of(source: object, at: str | None) -> str:
+    """Return the path of the receivers below their URLs."""
+    return str(getattr(source, "receiver_path", "")) if at is None else check_path(at)
+
+
+def _check_quantize(quantize: object, dtype: object) -> None:
+    if quantize is None:
+        return
+    if quantize != "receiver":
+        raise ConfigError(
+            f'quantize is "receiver", not {quantize!r}; a scheme is that of '
+            "QuantizedSource(model, scheme)"
+        )
+    if dtype == "receiver":
+        raise ConfigError('with quantize="receiver" name a dtype, which is cast to before')
+
+
+def _note_casts(
+    worker: RankWorker, source: WeightSource, said: Described | None, dtype: Dtype | None
+) -> None:
+    if said is not None and dtype == "receiver":
+        worker.may_cast, worker.casts = said.kept().unlike, casts_of(source)
 
 
 def _close_all(transports: Iterable[BaseTransport]) -> None:
     for transport in transports:
         transport.close()
-
-
-def _note_casts(worker: RankWorker, source: WeightSource, kept: KeptDtypes | None) -> None:
-    if kept is not None:
-        worker.may_cast, worker.casts = kept.unlike, casts_of(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,20 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from tests.vllm.tiny import change, make_model
+from tests.vllm.tiny import change, make_model, save
 
 Kind = Literal["fp8", "int8"]
 
 
-def make_quantized(folder: Path, kind: Kind, *, seed: int) -> None:
-    """Save an untied Qwen3 with a scale for each output channel; its head stays float32."""
+def make_quantized(folder: Path, kind: Kind, *, seed: int, plain: Path | None = None) -> None:
+    """Save an untied Qwen3 with a scale for each output channel; its head stays float32.
+
+    In `plain` the same model as it was before.
+    """
     model: Any = make_model(folder, tied=False)
     change(model, seed)
+    if plain is not None:
+        save(model, plain)
     apply_quantization_config(model, _config(kind))
     for layer in model.modules():
         scheme = getattr(layer, "quantization_scheme", None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import weightsync as ws
 from tests.vllm.offline import engine_of, generated, offline_llm
@@ -129,3 +130,31 @@ def test_a_dry_run_leaves_an_int8_engine_as_it_was(tmp_path: Path) -> None:
         sink.reload.load([("model.norm.weight", norm)])
         sink.reload.end()
         assert generated(llm) == before, "layers without new weights are as they were"
+
+
+def test_a_bfloat16_trainer_updates_an_fp8_engine(tmp_path: Path) -> None:
+    """Quantized on the way by the scheme that the engine says: what a cold engine has, to the bit.
+
+    Four updates and back. Without `quantize` the engine refuses the trainer's own tensors.
+    """
+    plain = [tmp_path / "plain" / str(seed) for seed in (1, 2)]
+    quantized = [tmp_path / "fp8" / str(seed) for seed in (1, 2)]
+    for seed, (source, folder) in enumerate(zip(plain, quantized, strict=True), 1):
+        make_quantized(folder, "fp8", seed=seed, plain=source)
+    with offline_llm(quantized[1]) as llm:
+        cold = Computed.by(llm)
+    with offline_llm(quantized[0]) as llm:
+        first = Computed.by(llm)
+        model: Any = AutoModelForCausalLM.from_pretrained(plain[0])
+        with pytest.raises(ManifestMismatchError, match="weight_scale"):
+            ws.connect(model, to=vllm_targets(llm))
+        states = [dict(SafetensorsSource(folder).tensors()) for folder in plain]
+        with ws.connect(model, to=vllm_targets(llm), quantize="receiver") as sender:
+            for step in (1, 0, 1, 0, 1):
+                model.load_state_dict(states[step])
+                sender.send_weights()
+                assert (generated(llm) == (cold.tokens, cold.logprobs)) is (step == 1)
+            Computed.by(llm).assert_same(cold)
+            model.load_state_dict(states[0])
+            sender.send_weights()
+            Computed.by(llm).assert_same(first)

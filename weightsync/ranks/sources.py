@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
@@ -476,6 +476,11 @@ class SourceOfUpdate:
     def views(self) -> Sequence[torch.Tensor]:
         """Return views of the bases that are in use: they follow where these are moved."""
         return SourceMemory(self._given).views()
+
+    @property
+    def belong_together(self) -> Mapping[str, str]:
+        """The tensors of which none is sent without the other one."""
+        return SourceExtras(self._given).belong_together
 
     def take_merged(self) -> tuple[int, int] | None:
         """Return what the last pass counted of merged adapters; see WeightSource.take_merged."""

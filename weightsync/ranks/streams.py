@@ -321,8 +321,13 @@ class StreamSource:
         return self._read() if self._holdings.stays else None
 
     def made_of(self) -> tuple[Sequence[str], Sequence[torch.Tensor]] | None:
-        """Return the names of the tensors, and this rank's boxes of them; None if they are made."""
-        return (self._names, self._read()) if self._holdings.stays else None
+        """Return the names of the tensors, and this rank's boxes of them.
+
+        If they are made: of what, as far as the source tells.
+        """
+        if not self._holdings.stays:
+            return SourceExtras(self._source).made_of()
+        return self._names, self._read()
 
     def dtensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the DTensors whose local tensors are sent; none of a source that makes others."""
@@ -338,6 +343,11 @@ class StreamSource:
     def rounded(self) -> Mapping[str, str]:
         """The tensors that the source rounds."""
         return SourceExtras(self._source).rounded
+
+    @property
+    def belong_together(self) -> Mapping[str, str]:
+        """The tensors that are sent together."""
+        return SourceExtras(self._source).belong_together
 
     @property
     def changed(self) -> Sequence[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from weightsync.errors import ConfigError, shorten
 from weightsync.ranks.comm import RankComm, compare_manifests
 from weightsync.ranks.commands import LINES_DIGEST, DeltaTask
 from weightsync.ranks.replicas import ReplicaCheck
@@ -279,6 +280,7 @@ class PairsUpdate(UpdateSource):
             self._pairs = list(checked_pairs(self._given))
             for name, tensor in self._pairs:
                 check_readable(name, tensor)
+            _check_together([name for name, _ in self._pairs], self._model.belong_together)
         if self._ranks.size > 1:
             advice = "every rank has to send() the same"
             compare_manifests(manifest_of(self._pairs), self._ranks, advice=advice)
@@ -299,3 +301,18 @@ class PairsUpdate(UpdateSource):
 
     def accompany(self) -> None:
         """Do nothing: they were looked at before."""
+
+
+def _check_together(names: Sequence[str], pairs: Mapping[str, str]) -> None:
+    """Raise ConfigError where one tensor of a pair is sent alone."""
+    given = set(names)
+    alone = [
+        f"{one} without {other}"
+        for first, second in pairs.items()
+        for one, other in ((first, second), (second, first))
+        if one in given and other not in given
+    ]
+    if alone:
+        raise ConfigError(
+            f"a quantized weight and its scale are sent in one call: {shorten(alone)}"
+        )

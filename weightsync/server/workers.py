@@ -286,8 +286,15 @@ class Workers(Receiver):
                 "with weightsync, which does that by itself"
             )
         replies = [answer.reply for answer in self._call_all(request)]
-        kept = [r.kept for r in replies if isinstance(r, InitReply) and r.kept is not None]
-        return InitReply(status=self.status(), kept=_merge_kept(kept) if kept else None)
+        said = [reply for reply in replies if isinstance(reply, InitReply)]
+        kept = [reply.kept for reply in said if reply.kept is not None]
+        quantization = [reply.quantization for reply in said]
+        are_alike = all(config == quantization[0] for config in quantization)
+        return InitReply(
+            status=self.status(),
+            kept=_merge_kept(kept) if kept else None,
+            quantization=quantization[0] if are_alike else None,
+        )
 
     def _fetch(self, request: FetchRequest) -> Reply:
         """One worker sends: where each holds whole tensors, they hold the same."""

@@ -438,7 +438,8 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     the newest that both sides have. `wants` are the boxes that it loads, None for whole tensors;
     `whole` has the tensors that it loads whole because it does not know its box, with the reasons.
     `casts` are the numbers of tensors that it casts itself, as `{"float32 to bfloat16": 3}`. `kept`
-    has the names of the tensors that it keeps by their dtype, where nothing else is requested.
+    has the names of the tensors that it keeps by their dtype, where nothing else is requested, and
+    `quantization` then the `quantization_config` of the checkpoint that it serves, if it has one.
     """
 
     status: Status
@@ -450,6 +451,7 @@ class InitReply(ReplyMessage, frozen=True, kw_only=True):
     whole: dict[str, str] = {}
     casts: dict[str, int] = {}
     kept: dict[str, list[Name]] | None = None
+    quantization: Any = None
 
 
 class StepReply(ReplyMessage, frozen=True, kw_only=True):

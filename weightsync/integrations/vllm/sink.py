@@ -712,6 +712,7 @@ class VllmSink(WeightSink):
         self._ties_head = getattr(config.hf_text_config, "tie_word_embeddings", False)
         self._pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
         self._checkpoint = _checkpoint_manifest(config)
+        self.quantization = _quantization_config(config)
         self._known: dict[str, tuple[ManifestDifference, dict[str, Reads]]] = {}
         self._dtypes: dict[str, str] | None = None
         self._sliced: dict[str, Sliced | None] = {}
@@ -1000,6 +1001,19 @@ class _StagedLoadTarget(_AwakeLoadTarget, ArenaTarget):
 
     def commit(self) -> None:
         self._sink.commit_all([self])
+
+
+def _quantization_config(model_config: Any) -> Mapping[str, object] | None:
+    """Return the `quantization_config` of the server's checkpoint; None without one.
+
+    None for an engine that quantizes its weights itself, too: it takes them unquantized.
+    """
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        found: Any = getattr(config, "quantization_config", None)
+        plain = found.to_dict() if hasattr(found, "to_dict") else found
+        if isinstance(plain, Mapping):
+            return cast("Mapping[str, object]", plain)
+    return None
 
 
 def _checkpoint_manifest(model_config: Any) -> Manifest | None:

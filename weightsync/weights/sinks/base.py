@@ -242,13 +242,15 @@ class WeightSink(ABC):
     receivers may not fetch the weights in use. `keeps_views`: it keeps tensors that it is given.
     `swaps` False: a commit changes nothing that a decode step uses, and need not wait for one.
     `may_cast`: floating-point tensors that it casts although `casts` is False, because receivers of
-    one sender keep them in unlike dtypes; set it by `let_cast`.
+    one sender keep them in unlike dtypes; set it by `let_cast`. `quantization`: the
+    `quantization_config` of the checkpoint whose tensors it takes, for `connect(quantize=)`.
     """
 
     manifest: Manifest | None = None
     verification: Verification = "arrived"
     casts: bool = False
     may_cast: frozenset[str] = frozenset()
+    quantization: Mapping[str, object] | None = None
     fetchable: bool = True
     keeps_views: bool = False
     swaps: bool = True

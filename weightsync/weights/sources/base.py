@@ -296,6 +296,8 @@ class WeightSource(Protocol):
     Every rank calls it, once, at `connect`.
     `take_merged()` returns how many elements merged adapters changed since it was called last, and
     how many of these lost the adapter in rounding; None where none were made.
+    `belong_together` has for a tensor the name of another one, as that of its scale: an `update()`
+    that sends one of the two alone is refused.
     `receiver_path` is the path of its receiver below the URL of a server that has several, as
     `adapters/policy`. If its ranks hold different tensors, it is a SplitSource.
     """
@@ -388,6 +390,12 @@ class SourceExtras:
         take: Callable[[], tuple[int, int] | None] | None
         take = getattr(self._source, "take_merged", None)
         return None if take is None else take()
+
+    @property
+    def belong_together(self) -> Mapping[str, str]:
+        """For each tensor that is sent with another one alone, the name of that, as a scale."""
+        pairs: Mapping[str, str] = getattr(self._source, "belong_together", {})
+        return pairs
 
     @property
     def device_types(self) -> AbstractSet[str]:

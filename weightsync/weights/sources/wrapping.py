@@ -144,6 +144,11 @@ class WrappingSource(ABC):
         return SourceExtras(self.source).take_merged()
 
     @property
+    def belong_together(self) -> Mapping[str, str]:
+        """The tensors of `source` that are sent together; a subclass maps the names."""
+        return SourceExtras(self.source).belong_together
+
+    @property
     def device_types(self) -> AbstractSet[str]:
         """The types of the devices on which `source` makes its tensors."""
         return SourceExtras(self.source).device_types

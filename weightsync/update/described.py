@@ -1,9 +1,10 @@
-"""The dtypes in which receivers keep weights, as they say before a sender connects."""
+"""What receivers say of themselves before a sender connects: dtypes, and how they are quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -42,34 +43,51 @@ class KeptDtypes(msgspec.Struct, frozen=True, kw_only=True):
         return cls(dtypes=dtypes, unlike=frozenset(unlike), only=only)
 
 
-def ask_receivers(transports: Sequence[BaseTransport], timeout_s: float) -> KeptDtypes:
-    """Return the dtypes that these receivers keep; all are asked at once.
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """What the receivers said: the dtypes that they keep, and their quantization_config by target.
 
-    Raises ConfigError where none of them says its dtypes, and the errors of a call.
+    `dtypes` is None where none said any.
     """
+
+    dtypes: KeptDtypes | None
+    quantization: list[tuple[str, Any]]
+    targets: list[str]
+
+    def kept(self) -> KeptDtypes:
+        """Return the dtypes. Raises ConfigError where no receiver says any."""
+        if self.dtypes is None:
+            raise ConfigError(
+                f'dtype="receiver": {shorten(self.targets)} does not say in which dtypes it keeps '
+                "the weights; give WeightReceiver(hook, manifest=...), or name a dtype here"
+            )
+        return self.dtypes
+
+
+def describe_receivers(transports: Sequence[BaseTransport], timeout_s: float) -> Described:
+    """Return what these receivers say; all are asked at once. Raises the errors of a call."""
     threads: CallThreads[Reply] = CallThreads()
     futures: list[Future[Reply]] = [Future() for _ in transports]
     for transport, future in zip(transports, futures, strict=True):
         threads.submit(lambda t=transport: t.call(InitRequest(), timeout_s=timeout_s), future)  # type: ignore[misc]  # mypy infers no default of a lambda
     threads.close()
+    targets = [transport.target for transport in transports]
     replies = [future.result() for future in futures]
-    said = [reply.kept for reply in replies if isinstance(reply, InitReply) and reply.kept]
-    if not said:
-        targets = shorten(transport.target for transport in transports)
-        raise ConfigError(
-            f'dtype="receiver": {targets} does not say in which dtypes it keeps the weights; give '
-            "WeightReceiver(hook, manifest=...), or name a dtype here"
-        )
-    return KeptDtypes.of(said)
+    named = [(t, r) for t, r in zip(targets, replies, strict=True) if isinstance(r, InitReply)]
+    kept = [reply.kept for _, reply in named if reply.kept]
+    return Described(
+        dtypes=KeptDtypes.of(kept) if kept else None,
+        quantization=[(target, reply.quantization) for target, reply in named],
+        targets=targets,
+    )
 
 
-def kept_dtypes(
+def describe_together(
     ranks: RankComm,
     make: Callable[[], Sequence[BaseTransport]],
     made: list[BaseTransport],
     timeout_s: float,
-) -> KeptDtypes:
-    """Return what the receivers tell rank 0, on every rank. Collective.
+) -> Described:
+    """Return what the receivers say to rank 0, on every rank. Collective.
 
     Rank 0 makes the transports, and adds them to `made`: the caller uses them, or closes them.
     """
@@ -78,7 +96,7 @@ def kept_dtypes(
         if ranks.rank:
             return b""
         made.extend(make())
-        return msgspec.msgpack.encode(ask_receivers(made, timeout_s))
+        return msgspec.msgpack.encode(describe_receivers(made, timeout_s))
 
     said = ranks.together(ask)
-    return msgspec.msgpack.decode(ranks.exchange(said)[0], type=KeptDtypes)
+    return msgspec.msgpack.decode(ranks.exchange(said)[0], type=Described)

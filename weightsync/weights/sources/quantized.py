@@ -1,0 +1,441 @@
+"""Linear weights quantized before they are sent, so that half the bytes move.
+
+A weight `X.weight` of a linear layer, `[out, in]`, becomes two tensors that belong together:
+
+    X.weight         float8_e4m3fn or int8   [out, in]
+    X.weight_scale   the weight's dtype      [out, 1], or [ceil(out / 128), ceil(in / 128)]
+
+`weight * weight_scale` is the weight again. The rounding is that of the compressed-tensors package,
+bit for bit: a server that was started from a checkpoint of that package holds the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from weightsync.arguments import Dtype
+from weightsync.errors import ConfigError, shorten
+from weightsync.specs import FLOATING, Manifest, TensorSpec
+from weightsync.tensors import TORCH_DTYPES
+from weightsync.weights.copying.shards import Slice
+from weightsync.weights.sources.base import ModuleSource, WeightSource
+from weightsync.weights.sources.holdings import Holdings
+from weightsync.weights.sources.wrapping import WrappingSource, innermost
+
+SchemeName = Literal["fp8_channel", "fp8_block", "int8_channel"]
+QuantizedDtype = Literal["float8_e4m3fn", "int8"]
+_WEIGHT = ".weight"
+_HALF_RANGE: Mapping[str, float] = {"float8_e4m3fn": 448.0, "int8": 127.5}
+_SCALES = ("weight_scale", "weight_scale_inv")
+_OF_QUANTIZED = re.compile(
+    r"\.(weight_scale|weight_scale_inv|weight_packed|weight_zero_point|qweight|qzeros|scales)$"
+)
+_EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)\.weight$")
+
+
+def _half_range(dtype: str) -> float:
+    """Return the half of a dtype's range. Raises ConfigError for one that is not quantized to."""
+    half = _HALF_RANGE.get(dtype)
+    if half is None:
+        raise ConfigError(f"weights are quantized to {' or '.join(_HALF_RANGE)}, not {dtype!r}")
+    return half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationScheme:
+    """How linear weights are quantized, and which are not.
+
+    - `dtype`: of the quantized weights.
+    - `block`: rows and columns that share a scale; None: each row, an output channel, has its own.
+    - `ignore`: names of layers that stay as they are, or `re:` and a regular expression that
+      matches from the beginning of the name.
+    - `scale`: the name of a scale, beside that of the weight.
+    - `scale_dtype`: the dtype of scales, in which they are computed; None: that of the weight.
+    """
+
+    dtype: QuantizedDtype
+    block: tuple[int, int] | None = None
+    ignore: tuple[str, ...] = ("lm_head",)
+    scale: str = "weight_scale"
+    scale_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        _half_range(self.dtype)
+        if self.scale not in _SCALES:
+            raise ConfigError(f"a scale is named {' or '.join(_SCALES)}, not {self.scale!r}")
+        if self.block is not None and (self.dtype == "int8" or min(self.block) < 1):
+            raise ConfigError(
+                f"blocks are (rows, columns) of float8_e4m3fn, not {self.block} of {self.dtype}"
+            )
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as exc:
+                raise ConfigError(f"ignore: {pattern!r} is no regular expression: {exc}") from exc
+
+    @classmethod
+    def of(cls, scheme: QuantizationScheme | str) -> QuantizationScheme:
+        """Return a scheme by its name; a scheme itself as it is. Raises ConfigError for others."""
+        if isinstance(scheme, QuantizationScheme):
+            return scheme
+        found = SCHEMES.get(str(scheme))
+        if found is None:
+            raise ConfigError(
+                f"no quantization scheme {scheme!r}; there are {', '.join(SCHEMES)}, and "
+                "QuantizationScheme(dtype=...)"
+            )
+        return found
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationScheme:
+        """Return the scheme of the `quantization_config` of a checkpoint.
+
+        Those of compressed-tensors with a scale for each channel or block, and `fp8` with blocks,
+        as DeepSeek's. Raises ConfigError, which names the scheme, for any other.
+        """
+        method = config.get("quant_method")
+        try:
+            if method == "compressed-tensors":
+                return _of_compressed_tensors(config)
+            if method == "fp8" and config.get("weight_block_size"):
+                rows, columns = config["weight_block_size"]
+                ignored = config.get("modules_to_not_convert") or config.get("ignored_layers")
+                return cls(
+                    dtype="float8_e4m3fn",
+                    block=(int(rows), int(columns)),
+                    ignore=tuple(ignored or ("lm_head",)),
+                    scale="weight_scale_inv",
+                    scale_dtype="float32",
+                )
+        except (TypeError, ValueError, AttributeError, KeyError) as exc:
+            if isinstance(exc, ConfigError):
+                raise
+            raise ConfigError(f"quantization_config of {method!r} cannot be read: {exc}") from exc
+        raise _unknown(f"quant_method {method!r}")
+
+    def ignores(self, layer: str) -> bool:
+        """Whether the weight of a layer stays as it is."""
+        return any(
+            re.match(pattern[3:], layer) is not None
+            if pattern.startswith("re:")
+            else pattern == layer
+            for pattern in self.ignore
+        )
+
+    def scale_name(self, weight: str) -> str:
+        """Return the name of the scale of `X.weight`."""
+        return f"{weight.removesuffix(_WEIGHT)}.{self.scale}"
+
+    def scale_spec(self, weight: TensorSpec) -> TensorSpec:
+        """Return the spec of the scale of a weight."""
+        rows, columns = weight.shape
+        if self.block is None:
+            shape = (rows, 1)
+        else:
+            shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        return TensorSpec(self.scale_name(weight.name), self.scale_dtype or weight.dtype, shape)
+
+
+SCHEMES: Mapping[str, QuantizationScheme] = {
+    "fp8_channel": QuantizationScheme(dtype="float8_e4m3fn"),
+    "fp8_block": QuantizationScheme(dtype="float8_e4m3fn", block=(128, 128)),
+    "int8_channel": QuantizationScheme(dtype="int8"),
+}
+"""The schemes by name. All of them leave `lm_head` as it is."""
+
+
+def _of_compressed_tensors(config: Mapping[str, Any]) -> QuantizationScheme:
+    groups = list(config["config_groups"].values())
+    if len(groups) != 1:
+        raise _unknown(f"{len(groups)} groups of layers of compressed-tensors")
+    (group,) = groups
+    if group["targets"] != ["Linear"]:
+        raise _unknown(f"targets {group['targets']} of compressed-tensors")
+    weights = group["weights"]
+    strategy, kind, bits = (weights.get(key) for key in ("strategy", "type", "num_bits"))
+    dtypes: Mapping[object, QuantizedDtype] = {"float": "float8_e4m3fn", "int": "int8"}
+    known = strategy == "channel" or (strategy == "block" and kind == "float")
+    if bits != 8 or kind not in dtypes or not known or not weights.get("symmetric", True):
+        how = "" if weights.get("symmetric", True) else " asymmetric"
+        raise _unknown(f"{bits} bits, {kind}, by {strategy}{how}, of compressed-tensors")
+    if (
+        kind == "int"
+        and group.get("input_activations") is None
+        and config.get("format")
+        not in (
+            "int-quantized",
+            "naive-quantized",
+        )
+    ):
+        raise _unknown(f"format {config.get('format')!r} of compressed-tensors")
+    block = weights.get("block_structure") if strategy == "block" else None
+    return QuantizationScheme(
+        dtype=dtypes[kind],
+        block=None if block is None else (int(block[0]), int(block[1])),
+        ignore=tuple(config.get("ignore") or ()),
+    )
+
+
+def _unknown(what: str) -> ConfigError:
+    return ConfigError(
+        f"quantization by {what} is not known here: there are 8 bits as float or int with a scale "
+        "for each channel, and float8 blocks; send a checkpoint that is quantized so already"
+    )
+
+
+def quantize(weight: torch.Tensor, scheme: QuantizationScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight `[out, in]` quantized, and its scales.
+
+    In float8, a row or a block with NaN becomes NaN, one with infinity 0, and NaN there; its scale
+    is NaN or infinity. In int8, which has no NaN, these become 0: what is computed with the scale
+    is NaN.
+    """
+    if scheme.scale_dtype is not None:
+        weight = weight.to(TORCH_DTYPES[scheme.scale_dtype])
+    with torch.no_grad():
+        if scheme.block is None:
+            return _by_row(weight, scheme)
+        return _by_block(weight, scheme, scheme.block)
+
+
+def _by_row(weight: torch.Tensor, scheme: QuantizationScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = TORCH_DTYPES[scheme.dtype]
+    if not weight.numel():
+        scales = torch.full_like(weight[:, :0].sum(1, keepdim=True), torch.finfo(weight.dtype).eps)
+        return weight.to(dtype), scales
+    largest = torch.maximum(weight.amax(1, keepdim=True), weight.amin(1, keepdim=True).neg())
+    scales = _scales(largest, scheme)
+    return _rounded(weight, scales, scheme), scales
+
+
+def _by_block(
+    weight: torch.Tensor, scheme: QuantizationScheme, block: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    padded = functional.pad(weight, (0, across * block[1] - columns, 0, down * block[0] - rows))
+    blocks = padded.view(down, block[0], across, block[1])
+    if not weight.numel():
+        return weight.to(TORCH_DTYPES[scheme.dtype]), weight.new_zeros(down, across)
+    largest = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg())
+    scales = _scales(largest, scheme)
+    rounded = _rounded(blocks, scales[:, None, :, None], scheme).view(padded.shape)
+    return rounded[:rows, :columns].contiguous(), scales
+
+
+def _scales(largest: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
+    """Return the scales for the largest values of what shares one; never 0."""
+    scales = largest / _half_range(scheme.dtype)
+    return torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
+
+
+def _rounded(
+    weight: torch.Tensor, scales: torch.Tensor, scheme: QuantizationScheme
+) -> torch.Tensor:
+    scaled = weight / scales
+    scaled += 0.0  # the zero point of compressed-tensors: no zero is negative
+    if scheme.dtype == "int8":
+        if not scales.isfinite().all():
+            scaled.nan_to_num_(nan=0.0)
+        return scaled.clamp_(-128, 127).round_().to(torch.int8)
+    return scaled.clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+
+class QuantizedSource(WrappingSource):
+    """The tensors of `source`, the weights of linear layers quantized, each followed by its scale.
+
+    `source` is what `connect` takes; `dtype` casts before. `scheme` is a QuantizationScheme, or
+    `fp8_channel`, `fp8_block` (128 x 128) or `int8_channel`.
+
+    Of a module, the weights of `nn.Linear` are quantized, unless another layer shares them, as
+    embeddings do. Of other sources, and of tensors that another source makes of a module's: all of
+    two dimensions whose name ends with `.weight`, but not embeddings. The layers of `scheme.ignore`
+    stay as they are.
+
+    Ranks quantize their shards of rows where each row has its own scale, and send them without a
+    gather. Else they gather, and the report says why.
+
+    Raises ConfigError for an unknown scheme, for a source that is quantized already, and where
+    there is nothing to quantize.
+    """
+
+    def __init__(
+        self,
+        source: object,
+        scheme: QuantizationScheme | SchemeName,
+        *,
+        dtype: Dtype | None = None,
+    ) -> None:
+        super().__init__(source, dtype=dtype)
+        self.scheme = QuantizationScheme.of(scheme)
+        before = self.source.manifest
+        _refuse_quantized(before)
+        names = _linear_weights(self.source)
+        places = before.places()
+        self.quantized = frozenset(
+            spec.name
+            for spec in before.specs
+            if spec.name in names and not any(map(self._ignores, places[spec.name]))
+        )
+        if not self.quantized:
+            raise ConfigError(
+                f"the source has no linear weight to quantize: {shorten(before.index)}; "
+                f"left out are {', '.join(self.scheme.ignore) or 'none'}"
+            )
+        aliases = dict(before.aliases)
+        for alias, name in before.aliases.items():
+            if name in self.quantized:
+                aliases[self.scheme.scale_name(alias)] = self.scheme.scale_name(name)
+        self._manifest = Manifest(tuple(self._specs(before.specs)), aliases)
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the source, with quantized weights, each followed by its scale."""
+        return self._manifest
+
+    @property
+    def belong_together(self) -> Mapping[str, str]:
+        """The name of the scale of each quantized weight: neither is sent without the other."""
+        return {name: self.scheme.scale_name(name) for name in self.quantized}
+
+    def convert(
+        self, pairs: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, quantized one by one when they are requested."""
+        for name, tensor in pairs:
+            if name in self.quantized:
+                weight, scales = quantize(tensor, self.scheme)
+                yield name, weight
+                yield self.scheme.scale_name(name), scales
+            else:
+                yield name, tensor
+
+    def hold(self, held: Holdings) -> Holdings:
+        """Return the boxes of rows, quantized; the reasons where a box does not have whole rows."""
+        cut = {
+            name: why
+            for name, box in zip(held.names, held.boxes, strict=True)
+            if name in self.quantized and (why := self._why_gathered(box))
+        }
+        if cut:
+            return Holdings([], [], tuple, gathered=cut, stays=False)
+        index = self.source.manifest.index
+        dtypes = [TORCH_DTYPES[self.source.manifest.specs[index[n]].dtype] for n in held.names]
+        parts: list[tuple[str, Slice]] = []
+        for name, box in zip(held.names, held.boxes, strict=True):
+            parts.append((name, box))
+            if name in self.quantized:
+                shape = self.scheme.scale_spec(self.source.manifest.specs[index[name]]).shape
+                rows = box.spans[0] if self.scheme.block is None else ((0, shape[0]),)
+                scale = Slice(shape, (rows, ((0, shape[1]),)))
+                parts.append((self.scheme.scale_name(name), scale))
+
+        def read() -> Iterator[torch.Tensor]:
+            for (name, tensor), dtype in zip(held.pairs(), dtypes, strict=True):
+                if name in self.quantized:
+                    yield from quantize(tensor.detach().to(dtype), self.scheme)
+                else:
+                    yield tensor
+
+        return Holdings(
+            [name for name, _ in parts],
+            [box for _, box in parts],
+            read,
+            buffers=held.buffers,
+            stays=False,
+            may_wait=held.may_wait,
+        )
+
+    def _why_gathered(self, box: Slice) -> str:
+        if self.scheme.block is not None and not box.is_whole:
+            return "a shard may cut the blocks that share a scale"
+        if box.spans[1] != ((0, box.shape[1]),):
+            return "the shards cut the rows that share a scale"
+        return ""
+
+    def _ignores(self, name: str) -> bool:
+        return self.scheme.ignores(name.removesuffix(_WEIGHT))
+
+    def _specs(self, specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+        for spec in specs:
+            if spec.name in self.quantized:
+                yield replace(spec, dtype=self.scheme.dtype)
+                yield self.scheme.scale_spec(spec)
+            else:
+                yield spec
+
+
+def _refuse_quantized(manifest: Manifest) -> None:
+    """Raise ConfigError for tensors that are quantized weights, or scales of some."""
+    quantized = set(_HALF_RANGE) | {"uint8", "float8_e5m2", "float4_e2m1fn_x2"}
+    found = [
+        f"{spec.name} ({spec.dtype})"
+        for spec in manifest.specs
+        if _OF_QUANTIZED.search(spec.name)
+        or (spec.name.endswith(_WEIGHT) and spec.dtype in quantized)
+    ]
+    if found:
+        raise ConfigError(
+            f"the source is quantized already: {shorten(found)}; send it as it is, without "
+            "QuantizedSource and quantize="
+        )
+
+
+def _linear_weights(source: WeightSource) -> set[str]:
+    """Return the names of the weights of linear layers, as `source` sends them."""
+    manifest, inner = source.manifest, innermost(source)
+    known: dict[str, bool] = {}
+    if isinstance(inner, ModuleSource):
+        linear = _weights_of_linear(inner.module)
+        names, tensors = inner.made_of()
+        known = {name: id(tensor) in linear for name, tensor in zip(names, tensors, strict=True)}
+    found = set()
+    for spec in manifest.specs:
+        if len(spec.shape) != 2 or spec.dtype not in FLOATING or not spec.name.endswith(_WEIGHT):
+            continue
+        names_of = [spec.name, *(a for a, name in manifest.aliases.items() if name == spec.name)]
+        by_name = not any(map(_EMBEDDING.search, names_of))
+        if known.get(spec.name, by_name):
+            found.add(spec.name)
+    return found
+
+
+def _weights_of_linear(module: nn.Module) -> set[int]:
+    """Return the ids of the weights that linear layers alone have."""
+    linear: set[int] = set()
+    others: set[int] = set()
+    for layer in module.modules():
+        own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
+        if isinstance(layer, nn.Linear):
+            linear |= own
+        else:
+            others |= own
+    return linear - others
+
+
+def scheme_of(said: Sequence[tuple[str, Any]]) -> QuantizationScheme:
+    """Return the scheme that receivers say, each with its name and its quantization_config.
+
+    Raises ConfigError where one says none, for unlike schemes, and as `from_config` does.
+    """
+    silent = [target for target, config in said if not config]
+    if silent:
+        raise ConfigError(
+            f'quantize="receiver": {shorten(silent)} says no quantization scheme: it serves its '
+            "weights unquantized, or quantizes them itself; connect without quantize="
+        )
+    schemes = {QuantizationScheme.from_config(config) for _, config in said}
+    if len(schemes) > 1:
+        targets = shorten(target for target, _ in said)
+        raise ConfigError(
+            f'quantize="receiver": {targets} have unlike schemes; connect to those of '
+            "each scheme by itself"
+        )
+    return schemes.pop()
