@@ -65,6 +65,10 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "docs/conformance.md",
         "from weightsync.testing.conformance.verl import VerlEngineContract",
     ): "the same of our engine: tests/verl/engines.py",
+    (
+        "docs/quantized.md",
+        'sender = ws.connect(model, to=url, quantize="receiver")',
+    ): "the server is quantized: tests/vllm/test_quantized.py",
     ("docs/vllm.md", "from vllm import LLM"): "vLLM is not here: make test-vllm runs page.py",
     (
         "docs/vllm.md",

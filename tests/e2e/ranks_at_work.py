@@ -94,6 +94,9 @@ class Trainer:
             self.source = Gathered(self.model)
         if options.pop("iterates", False):
             self.source = self.iterate
+        scheme = options.pop("scheme", None)
+        if scheme is not None:
+            self.source = ws.QuantizedSource(self.model, scheme)
         fault = options.pop("fault", None)
         if fault is not None:
             self.source = Faulty(rank, self.model, fault)
@@ -132,6 +135,10 @@ class Trainer:
             (name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
             for name, tensor in pairs
         )
+        source = self.source
+        if isinstance(source, ws.QuantizedSource):
+            kept = (pair for pair in cast_to if pair[0] not in source.manifest.aliases)
+            return digests(source.convert(kept))
         return digests(cast_to)
 
 

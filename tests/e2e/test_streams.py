@@ -100,6 +100,32 @@ def test_each_rank_casts_to_what_the_receivers_keep(ranks: Crew, host: Host, kin
         assert min(sum(one.casts.values()) for one in report.receivers) == 0
 
 
+QUANTIZED: list[tuple[int, str, str, str, Any]] = [
+    (2, "fsdp", "fp8_channel", "", "staged"),
+    (3, "fsdp", "int8_channel", "", "in_place"),
+    (4, "hybrid", "fp8_channel", "", "staged"),
+    (2, "plain", "fp8_block", "", "staged"),
+    (2, "fsdp", "fp8_block", "a shard may cut the blocks that share a scale", "staged"),
+    (4, "tensor_parallel", "fp8_channel", "the shards cut the rows that share a scale", "in_place"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kind", "scheme", "why", "apply"), QUANTIZED, indirect=["ranks"])
+def test_ranks_quantize_what_they_hold(
+    ranks: Crew, host: Host, kind: str, scheme: str, why: str, apply: Any
+) -> None:
+    """Shards of rows are quantized where they are; else the report says why they are gathered."""
+    to = receivers(host, 2, sink="hook", apply=apply)
+    start(ranks, to, kind, scheme=scheme)
+    for version in (1, 2, 3):
+        sent = ranks.run(work.step_and_send)
+        check_sent(sent, to, version)
+        assert any(name.endswith("weight_scale") for name in sent[0][1])
+        gathered = list(sent[0][0].result.gathered.values())
+        assert len(gathered) == bool(why)
+        assert all(why in reason for reason in gathered)
+
+
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_cast_of_nan_is_no_difference(ranks: Crew, host: Host) -> None:
     """The bits of NaN depend on how torch casts it, which is no reason to refuse the update."""

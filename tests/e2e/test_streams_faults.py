@@ -92,6 +92,18 @@ def test_a_rank_that_writes_to_dtensors_while_they_are_sent(
     check_sent(ranks.run(work.step_and_send, dtype), to, 2)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_rank_that_writes_to_dtensors_while_they_are_quantized(ranks: Crew, host: Host) -> None:
+    """The quantized shards are new tensors, and what they are made of is watched."""
+    to = receivers(host, 1, sink="hook")
+    start(ranks, to, "fsdp", scheme="fp8_channel")
+    held = ranks.run(work.step_and_send)[0][1]
+    outcomes = ranks.run(faults.send_written_to, 1, False)
+    check_alike(outcomes, "VerificationError", "the source changed while it was sent")
+    assert {name: to[0].digests()[name] for name in held} == held
+    check_sent(ranks.run(work.step_and_send), to, 2)
+
+
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 def test_a_copy_has_what_the_ranks_gather(ranks: Crew) -> None:
     """`send_async` makes what no rank holds a known part of, each time it copies."""

@@ -280,6 +280,7 @@ WRAPPERS: dict[str, Callable[[object], ws.WrappingSource]] = {
     "per expert": ws.PerExpertSource,
     "per expert, cast": lambda given: ws.PerExpertSource(given, dtype=torch.bfloat16),
     "there and back": lambda given: ws.FusedExpertsSource(ws.PerExpertSource(given)),
+    "quantized": lambda given: ws.QuantizedSource(ws.PerExpertSource(given), "fp8_channel"),
     "a user's own": Doubled,
     "a user's own around another": lambda given: Doubled(ws.PerExpertSource(given)),
 }
@@ -312,6 +313,7 @@ class TestWrappers:
     def test_all_that_a_source_may_tell_is_told_by_its_wrapper(self) -> None:
         told = {name for name in vars(SourceExtras) if not name.startswith("_")}
         assert told == {
+            "belong_together",
             "made_of",
             "changed",
             "rounded",
