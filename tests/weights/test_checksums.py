@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from weightsync.errors import ConfigError, ProtocolError, shorten
 from weightsync.tensors import as_bytes
@@ -95,6 +96,58 @@ def test_the_sums_of_two_sides_are_compared(
     # Whole tensors do not tell which of the ranks that sent a part of it.
     found = compare_sums(ranks, {"c": {"w": parts_of(wrong, [Slice.whole_of(tuple(full.shape))])}})
     assert found.wrong == {"w": f"on c, sent by {named(range(len(ranks)))}"}
+
+
+def workers_of(full: torch.Tensor, dim: int, count: int) -> list[TensorPart]:
+    """What each of `count` workers has, as `torch.chunk` cuts the dimension: the last may be less.
+
+    Some may have nothing.
+    """
+    size, slices = full.shape[dim], []
+    step = -(-size // count)
+    for worker in range(count):
+        spans = [((0, each),) for each in full.shape]
+        spans[dim] = ((min(worker * step, size), min((worker + 1) * step, size)),)
+        slices.append(Slice(tuple(full.shape), tuple(spans)))
+    return parts_of(full, slices)
+
+
+@given(
+    st.tuples(st.integers(1, 13), st.integers(1, 13)),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5)), min_size=1, max_size=3),
+    st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_workers_that_are_cut_in_several_ways_are_compared(
+    shape: tuple[int, int], ways: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Groups of tensor parallelism of unlike sizes and dimensions, each worker a server."""
+    full = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape)
+    sent = [{"w": [part]} for part in workers_of(full, 0, 2)]
+    parts = [part for way in ways for part in workers_of(full, *way)]
+    order = data.draw(st.permutations(range(len(parts))))
+    held = {str(i): {"w": [parts[i]]} for i in order}
+    assert compare_sums(sent, held) == SumsCompared({}, {"w"}, set())
+    wrong = full + 1
+    at = data.draw(
+        st.sampled_from([i for i, part in enumerate(parts) if part.words or part.pieces])
+    )
+    spoiled = [part for way in ways for part in workers_of(wrong, *way)]
+    found = compare_sums(sent, {**held, str(at): {"w": [spoiled[at]]}})
+    assert set(found.wrong) == {"w"}
+    assert found.compared == {"w"}
+
+
+@pytest.mark.parametrize(
+    "spans", [[[(0, 4)]], [[(4, 0)], [(0, 6)]], [[(i, i + 1) for i in range(70_000)], [(0, 6)]]]
+)
+def test_boxes_that_are_none_are_not_compared(spans: list[list[Span]]) -> None:
+    """A reply may say anything; it takes no time, and no error comes of it."""
+    full = torch.zeros(8, 6)
+    sent = [{"w": [part]} for part in workers_of(full, 0, 2)]
+    odd = structs.replace(sent[0]["w"][0], spans=spans)
+    found = compare_sums(sent, {"a": {"w": [odd]}, "b": sent[1]})
+    assert (found.wrong, found.partial) == ({}, {"a", "b"})
 
 
 def test_what_is_not_complete_is_not_compared() -> None:

@@ -6,9 +6,10 @@ all workers are added up. Imported where no torch is loaded, by `weightsync.serv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from weightsync.errors import ProtocolError, shorten
 from weightsync.wire.messages import CheckReply, TensorPart
@@ -19,6 +20,11 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MASK = (1 << 64) - 1
 WORD = 8
 """Bytes of a word, the unit that mix64 mixes with its position."""
+
+_MOST_CELLS, _MOST_BOXES, _MOST_STEPS = 1 << 16, 512, 10_000
+
+_Spans = tuple[tuple[tuple[int, int], ...], ...]
+"""The spans of a part, for each dimension."""
 
 DISAGREE = "workers disagree"
 """Stands for the fingerprint of a tensor whose copies differ between workers."""
@@ -126,16 +132,26 @@ def compare_sums(
             continue
         listed = {server: each.get(name, ()) for server, each in held.items()}
         found = {server: _composed(name, own) for server, own in listed.items()}
-        apart = {server: own for server, own in listed.items() if found[server] is None}
+        apart = {
+            server: own
+            for server, own in listed.items()
+            if found[server] is None and not (own and not any(map(_nbytes_of, own)))
+        }  # a worker with nothing of a tensor that is cut unevenly has nothing to compare
         differing = [server for server, value in found.items() if value not in (None, wanted)]
-        joined = _composed(name, [part for own in apart.values() for part in own])
-        if joined is not None:  # of workers that were connected as servers of their own
-            whole = [server for server, own in apart.items() if own]
+        told: set[_Spans] = set()
+        own_spans = {server: set(map(_spans_of, own)) for server, own in apart.items()}
+        # Of workers that were connected as servers of their own: perhaps of several groups of
+        # tensor parallelism, each cut in its own way.
+        for cover in _covers(frozenset().union(*own_spans.values())):
+            makers = [server for server, spans in own_spans.items() if spans & cover]
+            joined = _composed(name, [p for m in makers for p in apart[m] if _spans_of(p) in cover])
+            if joined is None:
+                continue
+            told |= cover
             if joined != wanted:
-                differing.append(" and ".join(whole))
-            apart = {server: own for server, own in apart.items() if not own}
-        else:
-            partial.update(server for server, own in apart.items() if own)
+                differing.append(" and ".join(makers))
+        apart = {m: own for m, own in apart.items() if not own or not own_spans[m] <= told}
+        partial.update(server for server, own in apart.items() if own)
         if not apart:
             compared.add(name)
         if differing:
@@ -144,6 +160,77 @@ def compare_sums(
             listed_ranks = f"rank{'s' if len(ranks) > 1 else ''} {shorten(map(str, ranks))}"
             wrong[name] = f"on {shorten(differing)}, sent by {listed_ranks}"
     return SumsCompared(wrong, compared, partial)
+
+
+@lru_cache(maxsize=1024)  # models repeat their layers
+def _covers(boxes: frozenset[_Spans]) -> list[frozenset[_Spans]]:
+    """Return sets of these boxes that each make a whole, and together have every box that can.
+
+    A whole is from the first to the last index of any box. None is found of boxes that are none,
+    that cut a tensor too often, or that take too many steps to fit together.
+    """
+    listed = sorted(boxes)
+    if len(set(map(len, listed))) != 1 or not all(
+        first <= last for box in listed for spans in box for first, last in spans
+    ):
+        return []
+    cells = 1  # between the ends of all spans; each is a bit of one number
+    masks = [1] * len(listed)
+    for dim in range(len(listed[0])):
+        ends = sorted({end for box in listed for span in box[dim] for end in span})
+        at = {end: i for i, end in enumerate(ends)}
+        width = max(len(ends) - 1, 1)
+        cells *= width
+        if cells > _MOST_CELLS:
+            return []
+        for i, box in enumerate(listed):
+            inside = sum((1 << at[last]) - (1 << at[first]) for first, last in box[dim])
+            masks[i] = sum(inside << bit * width for bit in _bits(masks[i]))
+    full = (1 << cells) - 1
+    if sum(masks) == full and sum(mask.bit_count() for mask in masks) == cells:
+        return [boxes]  # of one group, as usual
+    if len(listed) > _MOST_BOXES:
+        return []
+    found: list[frozenset[_Spans]] = []
+    for i, box in enumerate(listed):
+        if not any(box in cover for cover in found):
+            steps = iter(range(_MOST_STEPS))
+            chosen = _exact_cover(masks, full, [i], masks[i], steps)
+            if chosen is not None:
+                found.append(frozenset(listed[each] for each in chosen))
+    return found
+
+
+def _exact_cover(
+    masks: Sequence[int], full: int, chosen: list[int], covered: int, steps: Iterator[int]
+) -> list[int] | None:
+    """Return `chosen` with masks that cover the rest of `full`, each bit once; None if none do."""
+    if covered == full:
+        return chosen
+    first = ~covered & (covered + 1)
+    for i, mask in enumerate(masks):
+        if mask & first and not mask & covered and next(steps, None) is not None:
+            found = _exact_cover(masks, full, [*chosen, i], covered | mask, steps)
+            if found is not None:
+                return found
+    return None
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Yield the places of the bits that are set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _spans_of(part: TensorPart) -> _Spans:
+    return tuple(tuple((begin, end) for begin, end in spans) for spans in part.spans)
+
+
+def _nbytes_of(part: TensorPart) -> int:
+    """Return the bytes of a part itself: `nbytes` are those of its tensor."""
+    return part.words * WORD + sum(len(text) // 2 for text in part.pieces.values())
 
 
 def _senders(
