@@ -583,3 +583,8 @@ def watch_memory(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int
         finally:
             shards.gather = gather
     return peak, total, 4 * 4 * EQUAL_WIDTH**2, report.peak_extra_nbytes
+
+
+def remove(rank: int, target: str) -> None:
+    """Let one receiver go."""
+    kept().sender.remove(target)

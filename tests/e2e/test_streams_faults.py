@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.crew import Crew, Died, crew
+from tests.e2e import processes, sabotage
 from tests.e2e import ranks_at_work as work
 from tests.e2e import stream_faults as faults
 from tests.e2e.processes import Host
@@ -213,3 +214,46 @@ def test_a_rank_whose_wait_for_others_is_interrupted(
         interrupted += 1
     assert ended == "sent"
     assert interrupted in (range(4, 15) if at == 0 else (4,))  # those who have replied need no wait
+
+
+FEW_RECEIVERS: list[tuple[sabotage.Step, str, str]] = [
+    ("load", "registered", "staged"),
+    ("load", "ring", "in_place"),
+    ("finish", "ring", "staged"),
+]
+MORE_RECEIVERS: list[tuple[sabotage.Step, str, str]] = [
+    (step, way, apply)
+    for step in ("start", "load", "finish")
+    for way in WAYS
+    for apply in ("staged", "in_place")
+    if (step, way, apply) not in FEW_RECEIVERS
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "way", "apply"),
+    [
+        *FEW_RECEIVERS,
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_RECEIVERS),
+    ],
+)
+def test_a_receiver_that_dies(
+    ranks: Crew, host: Host, step: sabotage.Step, way: str, apply: str
+) -> None:
+    """At each step: all ranks raise, by its name. The other one goes on with one whole version."""
+    with processes.host() as other:
+        (lives,) = receivers(host, 1, apply=apply)
+        (dies,) = receivers(other, 1, apply=apply)
+        start(ranks, [lives, dies], "fsdp", **WAYS[way])
+        first = ranks.run(work.step_and_send)[0][1]
+        dies.sabotage(step, "die")
+        sent = ranks.run(work.step_and_send)
+        check_alike([outcome for outcome, _ in sent], "ConnectError", f"{dies.url} ")
+        # In place nothing can be rolled back, and a commit that has begun is not taken back.
+        went_on = apply == "in_place" or step == "finish"
+        held, wanted = lives.digests(), sent[0][1] if went_on else first
+        assert {name: held[name] for name in wanted} == wanted
+        assert lives.reading() == (2 if went_on else 1)
+        assert ("while the others hold version 2" in sent[0][0].text) == went_on
+        ranks.run(work.remove, dies.url)
+        check_sent(ranks.run(work.step_and_send), [lives], 3 if went_on else 2)
