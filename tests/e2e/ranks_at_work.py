@@ -588,3 +588,12 @@ def watch_memory(rank: int, to: list[str], bucket_nbytes: int) -> tuple[int, int
 def remove(rank: int, target: str) -> None:
     """Let one receiver go."""
     kept().sender.remove(target)
+
+
+def cast_and_send(rank: int, dtype: torch.dtype) -> tuple[Seen, Digests]:
+    """Cast the module, change it, and send it; it was connected with the dtype float32."""
+    model = kept().model.to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25).add_(0.5)
+    return seen(kept().sender.send_weights), kept().full(torch.float32)

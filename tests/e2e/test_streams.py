@@ -277,3 +277,21 @@ def test_a_receiver_of_shards_reads_its_own(
     finally:
         ranks.run(work.close)
         ranks.run(shard_servers.end)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_module_that_is_cast_between_updates_is_sent_in_the_dtype_of_connect(
+    ranks: Crew,
+) -> None:
+    """Registered boxes, which are cut where the receivers' are, are then copied to their places."""
+    urls = ranks.run(shard_servers.serve, "decoder")
+    try:
+        ranks.run(work.start, "plain", urls, {"dtype": torch.float32})
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32):
+            sent = ranks.run(work.cast_and_send, dtype)
+            assert [outcome.text for outcome, _ in sent] == [""] * 2
+            for full, _ in ranks.run(shard_servers.held):
+                assert {name: full[name] for name in sent[0][1]} == sent[0][1]
+    finally:
+        ranks.run(work.close)
+        ranks.run(shard_servers.end)

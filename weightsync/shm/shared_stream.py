@@ -80,6 +80,7 @@ class SharedStream:
             self.tensors.append(flat)
             self._views.append(flat.view(dtype).view(size))
         self._flats = self.tensors
+        self._bases = None if parts is None else [i for i, _, _ in parts]
         self.offsets = list(offsets)
         if parts is not None:
             self.tensors = [self._flats[i][at : at + size] for i, at, size in parts]
@@ -167,8 +168,13 @@ class SharedStream:
 
     @_plain_tensors()
     def write(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy one tensor to its place."""
-        self._views[index].copy_(tensor.detach())
+        """Copy one tensor to its place, or one part to the place of that part."""
+        view = self._views[index] if self._bases is None else self._part(index, tensor.shape)
+        view.copy_(tensor.detach())
+
+    def _part(self, index: int, shape: torch.Size) -> torch.Tensor:
+        assert self._bases is not None
+        return self.tensors[index].view(self._views[self._bases[index]].dtype).view(shape)
 
     @_plain_tensors()
     def close(self) -> None:
