@@ -149,7 +149,7 @@ __all__ = [
 ]
 
 _provide("servers", "weightsync.integrations.servers:ServerTransports")
-_provide("source", "weightsync.integrations.vllm.source:described_source")
+_provide("source", "weightsync.integrations.given:source_of")
 _provide("update", "weightsync.integrations.vllm.handles:HandlesUpdate")
 
 _MODULES = {

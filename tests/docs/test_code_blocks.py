@@ -44,7 +44,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("docs/seeing.md", "python"): (7, "tests/observe/test_docs_seeing.py"),
     ("docs/serving.md", "python"): (4, "tests/serve/test_serve.py"),
     ("docs/sglang.md", "python"): (2, "tests/integrations/test_docs_sglang.py"),
-    ("docs/sources.md", "python"): (12, "tests/weights/test_docs_sources.py"),
+    ("docs/sources.md", "python"): (13, "tests/weights/test_docs_sources.py"),
     ("docs/tensor-queue.md", "python"): (2, "tests/queues/test_codec.py"),
     ("docs/testing.md", "python"): (5, "tests/testing/test_docs_testing.py"),
     ("docs/trl.md", "python"): (4, "tests/integrations/test_trl_ranks.py"),

@@ -73,6 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "ddp": trainer_models.replicated,
     "plain": trainer_models.plain,
     **trainer_models.MODELS,
+    **trainer_models.FLAT_MODELS,
     "wide": lambda: sharded(shard_servers.build("wide")),
 }
 
@@ -214,6 +215,14 @@ def start(rank: int, kind: str, to: list[str], options: dict[str, Any]) -> Seen:
 def step_and_send(rank: int, dtype: torch.dtype | None = None) -> tuple[Seen, Digests]:
     kept().step()
     return seen(kept().sender.send_weights), kept().full(dtype)
+
+
+def generate_and_send(rank: int) -> tuple[Seen, Digests]:
+    """Send after a step and a forward pass, which leaves the parameters gathered."""
+    kept().step()
+    with torch.no_grad():
+        kept().model(TOKENS)
+    return seen(kept().sender.send_weights), kept().full()
 
 
 def full_of_kept(rank: int) -> Digests:

@@ -23,6 +23,7 @@ ADAPTERS = "A model with adapters"
 EXPERTS = "A mixture of experts"
 DERIVED = "What is not sent"
 KEPT = "A cast to what receivers keep"
+FLAT = "FSDP1 and ZeRO-3"
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
 FOUND = re.findall(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
@@ -109,7 +110,7 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS, DERIVED, KEPT}
+    assert set(EXAMPLES) == {*WANTED, ADAPTERS, EXPERTS, DERIVED, KEPT, FLAT}
     assert PAGE.read_text().count("```python") == len(EXAMPLES)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -103,11 +107,48 @@ def tensor_parallel() -> Decoder:
     return model
 
 
+def flat(
+    *, use_orig_params: bool = False, strategy: ShardingStrategy | None = None, **options: Any
+) -> FullyShardedDataParallel:
+    """FSDP1: each layer is a flat parameter, of which each rank has a run of elements."""
+
+    def made(part: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            part,
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+            sharding_strategy=strategy,
+            **options,
+        )
+
+    model = plain()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = made(layer)
+    return made(model)
+
+
+def flat_originals() -> FullyShardedDataParallel:
+    return flat(use_orig_params=True)
+
+
+def flat_hybrid() -> FullyShardedDataParallel:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "shard"))
+    return flat(strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+
+
+def flat_kept() -> FullyShardedDataParallel:
+    """After a forward pass the gathered parameters stay, until a backward pass."""
+    return flat(strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
 def replicated() -> DistributedDataParallel:
     return DistributedDataParallel(plain())
 
 
 MODELS = {made.__name__: made for made in (one_dimension, hybrid, offloaded, tensor_parallel)}
+
+
+FLAT_MODELS = {made.__name__: made for made in (flat, flat_originals, flat_hybrid, flat_kept)}
 
 
 def is_unsharded(model: nn.Module) -> bool:

@@ -259,8 +259,6 @@ class WeightSyncCallback(TrainerCallback):
             source = AdapterSource(model, self._adapter, dtype=settings.pop("dtype", None))
         elif is_peft(model) and not self._adapter_only:
             source, settings = _merged(model, settings)
-        else:
-            _check_whole(model)
         return sending.connect(source, self._to, **settings)
 
     def _sync(self, model: nn.Module, step: int) -> None:
@@ -313,14 +311,6 @@ def _merged(model: nn.Module, settings: ConnectSettings) -> tuple[object, Connec
     rest = settings.copy()
     rest.pop("rename", None)
     return MergedSource(model, dtype=rest.pop("dtype", None)), rest
-
-
-def _check_whole(model: nn.Module) -> None:
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ConfigError(
-            "DeepSpeed ZeRO-3 holds this model's parameters in pieces of its own; shard with FSDP2 "
-            "or use ZeRO-2, or give source= a callable that gathers and yields (name, tensor)"
-        )
 
 
 def _close_after_failure(sender: WeightSender) -> None:

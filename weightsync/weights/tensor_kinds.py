@@ -166,6 +166,10 @@ def _why(tensor: torch.Tensor, cast: torch.dtype | None, *, or_meta: bool) -> _R
             f"a {package.partition('.')[0]} {cls.__name__}, with scales beside its bytes",
             "its dequantized values",
         )
+    if hasattr(tensor, "ds_tensor"):
+        return _Reason(
+            "in pieces of DeepSpeed's ZeRO-3", "the engine or its model itself, to connect()"
+        )
     if is_lazy(tensor):
         return _Reason(
             f"a {cls.__name__}, without shape and values yet", "it after a first forward"

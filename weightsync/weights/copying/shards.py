@@ -417,8 +417,8 @@ def find_fsdp(module: nn.Module) -> list[Any]:
     if any(isinstance(part, fsdp.FullyShardedDataParallel) for part in parts):
         raise ConfigError(
             "the model is wrapped in FullyShardedDataParallel, whose parameters are flat pieces "
-            "without names; shard it with fully_shard, or give a callable that yields "
-            "(name, full tensor) on every rank"
+            "without names: give it to connect() itself, shard it with fully_shard, or give a "
+            "callable that yields (name, full tensor) on every rank"
         )
     return [part for part in parts if isinstance(part, fsdp.FSDPModule)]
 

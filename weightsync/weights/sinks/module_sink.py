@@ -72,8 +72,9 @@ from weightsync.weights.tensor_kinds import (
 )
 from weightsync.wire.messages import TensorPart
 
-WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of parameter names that DDP, torch.compile and activation checkpointing insert."""
+WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Parts of parameter names that DDP, DeepSpeed, torch.compile, activation checkpointing and FSDP1
+insert."""
 
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
 P = ParamSpec("P")

@@ -1093,7 +1093,8 @@ def as_source(
     Raises ConfigError for anything else, also for a generator: it is exhausted after one update.
     """
     if isinstance(source, nn.Module):
-        return ModuleSource(source, dtype=dtype, rename=rename)
+        made = provided("source")(source, dtype=dtype, rename=rename)
+        return made or ModuleSource(source, dtype=dtype, rename=rename)
     if isinstance(source, Mapping):
         return StateDictSource(source, dtype=dtype, rename=rename)
     if all(hasattr(source, name) for name in ("manifest", "tensors", "stable_tensors")):

@@ -1,0 +1,21 @@
+"""What of another system `connect` takes as a source: models and objects that it recognises."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weightsync.arguments import Dtype
+from weightsync.integrations.deepspeed import zero_source
+from weightsync.integrations.vllm.source import described_source
+from weightsync.weights.sinks.module_sink import Rename
+from weightsync.weights.sources.base import WeightSource
+from weightsync.weights.sources.flat import fsdp1_source
+
+
+def source_of(given: object, *, dtype: Dtype | None, rename: Rename | None) -> WeightSource | None:
+    """Return the source of a model or an object of another system, None of any other one."""
+    if isinstance(given, nn.Module):
+        makers = (fsdp1_source, zero_source)
+        made = (maker(given, dtype=dtype, rename=rename) for maker in makers)
+        return next((source for source in made if source is not None), None)
+    return described_source(given, dtype=dtype, rename=rename)
