@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch import nn
@@ -60,7 +60,8 @@ class ConnectSettings(TypedDict, total=False):
     """The settings that `WeightSyncCallback` passes to `connect`, where they are documented."""
 
     at: str | None
-    dtype: Dtype | None
+    dtype: Dtype | Literal["receiver"] | None
+    quantize: Literal["receiver"] | None
     rename: Rename | None
     backend: BackendChoice
     packed: bool | None

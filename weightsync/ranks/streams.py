@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,8 +62,9 @@ class StreamPlan:
     `streams` are those of all ranks, in their order. `gathered` are the tensors, with the reasons,
     that all ranks make together: rank 0 sends them. `held[r][i]` is the box of rank r that has box
     i of its stream: the same one, unless `cut` has cut it. Only boxes whose memory `stays` are cut.
-    `hosts[r]` is the number of rank r's host among those of the ranks. `is_replicated`: each rank
-    holds all tensors whole, so that any one of them could send for all without a gather.
+    `hosts[r]` is the number of rank r's host among those of the ranks. `has_replicas`: a box is
+    held by several ranks. `is_replicated`: each rank holds all tensors whole, so that any one of
+    them could send for all without a gather.
     """
 
     streams: Sequence[RankStream] = ()
@@ -72,6 +74,7 @@ class StreamPlan:
     held: Sequence[Sequence[Slice]] = ()
     stays: bool = True
     hosts: Sequence[int] = ()
+    has_replicas: bool = True
     is_replicated: bool = False
 
     def cut(self, wants: Sequence[WantsInfo]) -> StreamPlan:
@@ -165,6 +168,9 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
     stays = all(one.stays for one in ranks)
     held_boxes = [stream.boxes for stream in streams]
     numbers: dict[str, int] = {}
+    held_by: Counter[tuple[int, Slice]] = Counter()
+    for listed in held:
+        held_by.update(set(listed.listed()))
     return StreamPlan(
         streams,
         gathered,
@@ -172,6 +178,7 @@ def plan_streams(manifest: Manifest, told: Sequence[bytes]) -> StreamPlan:
         held=held_boxes,
         stays=stays,
         hosts=[numbers.setdefault(one.host, len(numbers)) for one in ranks],
+        has_replicas=bool(gathered) or any(count > 1 for count in held_by.values()),
         is_replicated=not gathered and all(_holds_all(manifest, listed) for listed in held),
     )
 

@@ -35,6 +35,7 @@ class ModelComparison:
         holdings: Holdings | None = None,
     ) -> None:
         self.sends_streams = False
+        self.has_replicas = True
         self._holdings = holdings
         self._check = check
         self._model = model
@@ -45,11 +46,13 @@ class ModelComparison:
     @property
     def is_next(self) -> bool:
         """Whether the next update compares the replicas."""
-        return self._check.wants(self._names)
+        # Each rank would read all of its boxes for it, and some sources make them anew.
+        nothing_to_compare = self.sends_streams and not self.has_replicas
+        return not nothing_to_compare and self._check.wants(self._names)
 
     def begin(self) -> None:
         """Prepare to compare the replicas, if that is to be done."""
-        self._is_due = self._check.wants(self._names)
+        self._is_due = self.is_next
         self._check.begin()
         if self._collective is not None:
             as_yielded = self._is_due and not (self._model.has_own_tensors or self.sends_streams)

@@ -328,6 +328,7 @@ class RankWorker:
         self.close()
         self._packed = command.packed
         self._comparison.sends_streams = bool(command.streams)
+        self._comparison.has_replicas = self.plan.has_replicas
         self._stream_digest = command.streams
         if command.streams:
             self._stream = self._open_stream(command)
