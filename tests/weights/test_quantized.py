@@ -16,7 +16,9 @@ from torch import nn
 import weightsync as ws
 from weightsync.specs import TensorSpec
 from weightsync.tensors import TORCH_DTYPES as DTYPE_OF
+from weightsync.weights.lines.memory import why_no_kernels
 from weightsync.weights.sinks.module_sink import ModuleSink
+from weightsync.weights.sources import quantized
 from weightsync.weights.sources.base import ModuleSource
 from weightsync.weights.sources.quantized import SCHEMES, QuantizationScheme, quantize
 
@@ -127,6 +129,16 @@ def test_blocks_are_rounded_as_the_library_does(
     assert_equal_bits(quantize(weight, scheme), by_library(weight, "fp8_block", block))
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numba, and without it."""
+    if request.param == "torch":
+        monkeypatch.setitem(vars(quantized), "why_no_kernels", lambda: "numba is not installed")
+    else:
+        assert not why_no_kernels()
+
+
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_value_of_a_row_is_rounded_as_the_library_does(dtype: torch.dtype) -> None:
     """All finite bfloat16 values beside a largest one, and as many of the other dtypes."""
@@ -200,6 +212,7 @@ def received() -> tuple[dict[str, torch.Tensor], Any]:
     return got, load
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_server_gets_the_checkpoint_that_the_library_makes(
@@ -281,6 +294,17 @@ def test_about_half_the_bytes_move() -> None:
     assert sent < whole - quantized
 
 
+def test_memory_is_used_again_when_nobody_has_a_view_of_it() -> None:
+    source = ws.QuantizedSource(nn.Sequential(*[Linears() for _ in range(3)]), "fp8_channel")
+    kept = dict(source.tensors())
+    again = [t.data_ptr() for _, t in source.tensors() if t.dtype is torch.float8_e4m3fn]
+    assert len(set(again)) == 1
+    source_again = dict(source.tensors())
+    for name, tensor in kept.items():
+        assert_equal_bits((tensor, tensor), (source_again[name], source_again[name]))
+
+
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_in_fp8(scheme: str, dtype: torch.dtype) -> None:

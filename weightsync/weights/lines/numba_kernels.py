@@ -103,7 +103,7 @@ def _offset(builder: Any, address: Any, nbytes: int) -> Any:
 Emit = Callable[[Any, Any, Sequence[Any]], Any]
 
 
-def _function(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
+def emitted(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
     """Turn a function that emits LLVM code into one that numba's code calls."""
     signature = result(*arguments)
 
@@ -124,7 +124,7 @@ def _function(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
 _u64 = types.uint64
 
 
-@_function(types.UniTuple(_u64, 2), _u64, _u64, _u64, _u64)
+@emitted(types.UniTuple(_u64, 2), _u64, _u64, _u64, _u64)
 def _compare_group(context: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Compare the sums of eight lines with the table, and store them there.
 
@@ -146,19 +146,19 @@ def _compare_group(context: Any, builder: Any, values: Sequence[Any]) -> Any:
     return context.make_tuple(builder, types.UniTuple(_u64, 2), (mask, change))
 
 
-@_function(types.void, _u64, _u64)
+@emitted(types.void, _u64, _u64)
 def _copy_line(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Copy one line: target, source."""
     _store(builder, _load(builder, values[1]), values[0])
 
 
-@_function(_u64, _u64, _u64)
+@emitted(_u64, _u64, _u64)
 def _line_sum(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return the sum of one line: address, key."""
     return _reduced(builder, _mixed(builder, _load(builder, values[0]), values[1]))
 
 
-@_function(types.void, _u64)
+@emitted(types.void, _u64)
 def _fetch(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Fetch the line at an address into the cache."""
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
@@ -179,7 +179,7 @@ def _places(builder: Any, base: Any, indices: Any) -> list[tuple[Any, Any]]:
     return places
 
 
-@_function(_u64, _u64, _u64, _u64)
+@emitted(_u64, _u64, _u64, _u64)
 def _swap_group(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Overwrite eight lines: base, indices, new lines. Returns the sum of the overwritten ones."""
     base, indices, lines = values
@@ -190,7 +190,7 @@ def _swap_group(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     return _reduced(builder, total)
 
 
-@_function(_u64, _u64, _u64)
+@emitted(_u64, _u64, _u64)
 def _sum_group(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return the sum of eight lines: base, indices."""
     total = _vector([0] * 8)
@@ -199,7 +199,7 @@ def _sum_group(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     return _reduced(builder, total)
 
 
-def _compiled(loop: Callable[..., Any]) -> Any:
+def compiled(loop: Callable[..., Any]) -> Any:
     """Compile a loop when it is first called; kept on disk where numba finds a place for it."""
     try:
         return njit(nogil=True, cache=True)(loop)
@@ -207,12 +207,12 @@ def _compiled(loop: Callable[..., Any]) -> Any:
         return njit(nogil=True)(loop)
 
 
-@_compiled
+@compiled
 def _key(line: Any) -> Any:
     return (line * GROUP + U(1)) * _GOLDEN
 
 
-@_compiled
+@compiled
 def scan(  # noqa: C901  # one loop, compiled once
     spans: Any,
     state: Any,
@@ -280,13 +280,13 @@ def scan(  # noqa: C901  # one loop, compiled once
     return True
 
 
-@_function(types.uint8, _u64)
+@emitted(types.uint8, _u64)
 def _byte(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return the byte at an address."""
     return builder.load(builder.inttoptr(values[0], _I8.as_pointer()))
 
 
-@_compiled
+@compiled
 def sample(spans: Any, step: Any, sums: Any) -> Any:
     """Write the sums of the lines in one of `step` groups of eight; return how many there are.
 
@@ -305,13 +305,13 @@ def sample(spans: Any, step: Any, sums: Any) -> Any:
     return count
 
 
-@_function(types.void, _u64, types.uint8)
+@emitted(types.void, _u64, types.uint8)
 def _put(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Write a byte to an address."""
     builder.store(values[1], builder.inttoptr(values[0], _I8.as_pointer()))
 
 
-@_compiled
+@compiled
 def swap(base: Any, indices: Any, lines: Any) -> Any:
     """Overwrite the lines at `base + 64 * index` by `lines`.
 
@@ -350,7 +350,7 @@ def swap(base: Any, indices: Any, lines: Any) -> Any:
     return change
 
 
-@_compiled
+@compiled
 def are_growing(indices: Any, limit: Any) -> bool:
     """Return whether each index is larger than the one before, and the last below `limit`."""
     grows = True
@@ -359,7 +359,7 @@ def are_growing(indices: Any, limit: Any) -> bool:
     return grows and U(indices[len(indices) - 1]) < limit
 
 
-@_compiled
+@compiled
 def sum_range(address: Any, line: Any, count: Any) -> Any:
     """Return the sum of `count` lines from `address` on, of which the first is number `line`."""
     total = U(0)
@@ -370,7 +370,7 @@ def sum_range(address: Any, line: Any, count: Any) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def mark(marks: Any, indices: Any) -> None:
     """Set the marks of the lines with these numbers."""
     for index in indices:
@@ -384,19 +384,19 @@ def _differing(builder: Any, lines: Sequence[Any], bits: int) -> Any:
     return builder.bitcast(builder.icmp_unsigned("!=", *rows), ir.IntType(512 // bits))
 
 
-@_function(_u64, _u64, _u64)
+@emitted(_u64, _u64, _u64)
 def _differing_values(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return a bit for each of the 32 values of two bytes in which two lines differ."""
     return builder.zext(_differing(builder, values, 16), _I64)
 
 
-@_function(_u64, _u64, _u64)
+@emitted(_u64, _u64, _u64)
 def _differing_bytes(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return a bit for each of the 64 bytes in which two lines differ."""
     return _differing(builder, values, 8)
 
 
-@_function(_u64, _u64)
+@emitted(_u64, _u64)
 def _lowest_bit(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     """Return the place of the lowest bit that is set, of a number that is not 0."""
     kind = ir.FunctionType(_I64, [_I64, _I1])
@@ -404,7 +404,7 @@ def _lowest_bit(_: Any, builder: Any, values: Sequence[Any]) -> Any:
     return builder.call(function, [values[0], ir.Constant(_I1, 1)])
 
 
-@_compiled
+@compiled
 def list_changes(indices: Any, old: Any, new: Any, positions: Any, changes: Any) -> Any:
     """Write position and difference of each value of two bytes that differs; return how many.
 
@@ -427,7 +427,7 @@ def list_changes(indices: Any, old: Any, new: Any, positions: Any, changes: Any)
     return count
 
 
-@_compiled
+@compiled
 def list_differing_bytes(old: Any, new: Any, differing: Any) -> None:
     """Write a bit for each byte in which two lines differ.
 
@@ -438,7 +438,7 @@ def list_differing_bytes(old: Any, new: Any, differing: Any) -> None:
         differing[i] = _differing_bytes(before + LINE * U(i), now + LINE * U(i))
 
 
-@_compiled
+@compiled
 def list_elements(lines: Any, bits: Any, width: Any, elements: Any) -> None:
     """Write the position of the element of each bit, in elements of `width` bytes from line 0.
 
@@ -454,7 +454,7 @@ def list_elements(lines: Any, bits: Any, width: Any, elements: Any) -> None:
             left &= left - U(1)
 
 
-@_compiled
+@compiled
 def list_lines(positions: Any, indices: Any) -> Any:
     """Write the number of the line of each position, each once; return how many."""
     count, last = 0, U(0xFFFF_FFFF_FFFF_FFFF)
@@ -467,7 +467,7 @@ def list_lines(positions: Any, indices: Any) -> Any:
     return count
 
 
-@_compiled
+@compiled
 def apply_changes(indices: Any, values: Any, positions: Any, changes: Any) -> None:
     """Add the changes to the values (uint16) of the lines with these indices."""
     row = 0
@@ -479,7 +479,7 @@ def apply_changes(indices: Any, values: Any, positions: Any, changes: Any) -> No
         values[at] = np.uint16(values[at] + changes[i])
 
 
-@_compiled
+@compiled
 def gather(base: Any, indices: Any, lines: Any) -> None:
     """Copy the lines at `base + 64 * index` to `lines`."""
     count = U(len(indices))
@@ -491,7 +491,7 @@ def gather(base: Any, indices: Any, lines: Any) -> None:
         _copy_line(out + LINE * U(at), base + LINE * U(indices[at]))
 
 
-@_compiled
+@compiled
 def sums_at(addresses: Any, widths: Any, sums: Any) -> None:
     """Write a sum of the `widths[i]` bytes at `addresses[i]`, a line at most, to `sums[i]`."""
     count = U(len(addresses))
@@ -508,7 +508,7 @@ def sums_at(addresses: Any, widths: Any, sums: Any) -> None:
             sums[at] = total
 
 
-@_compiled
+@compiled
 def list_marked(marks: Any, first: Any, stop: Any, indices: Any) -> Any:
     """Write the numbers of the marked lines from `first` to `stop`; return how many there are.
 
@@ -526,7 +526,7 @@ def list_marked(marks: Any, first: Any, stop: Any, indices: Any) -> Any:
     return count
 
 
-@_compiled
+@compiled
 def copy_lines(target: Any, source: Any, indices: Any) -> None:
     """Copy the lines with these numbers between two flat memories."""
     count = U(len(indices))
@@ -540,7 +540,7 @@ def copy_lines(target: Any, source: Any, indices: Any) -> None:
         _copy_line(target + place, source + place)
 
 
-@_compiled
+@compiled
 def sum_of_lines(indices: Any, lines: Any) -> Any:
     """Return the sum of the lines with these numbers, whose contents are `lines`."""
     total = U(0)
@@ -550,7 +550,7 @@ def sum_of_lines(indices: Any, lines: Any) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def scatter(blocks: Any, indices: Any, lines: Any, writes: bool) -> bool:
     """Write the bytes of lines to the blocks that hold them; or compare, unless it `writes`.
 
@@ -588,7 +588,7 @@ def scatter(blocks: Any, indices: Any, lines: Any, writes: bool) -> bool:
     return bool(differs == 0)
 
 
-@_compiled
+@compiled
 def collect(blocks: Any, indices: Any, lines: Any) -> None:
     """Write what the blocks hold of these lines to `lines`, the other way round than `scatter`.
 
@@ -614,7 +614,7 @@ def collect(blocks: Any, indices: Any, lines: Any) -> None:
                     content[U(i) * LINE + start - begin + U(j)] = _byte(place + U(j))
 
 
-@_compiled
+@compiled
 def mark_places(blocks: Any, indices: Any, marks: Any) -> None:
     """Mark the lines of another stream in which the bytes of these lines are.
 

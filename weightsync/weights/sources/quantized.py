@@ -11,11 +11,13 @@ bit for bit: a server that was started from a checkpoint of that package holds t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -25,6 +27,8 @@ from weightsync.errors import ConfigError, shorten
 from weightsync.specs import FLOATING, Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.shards import Slice
+from weightsync.weights.lines.memory import why_no_kernels
+from weightsync.weights.sinks.base import uses
 from weightsync.weights.sources.base import ModuleSource, WeightSource
 from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.sources.wrapping import WrappingSource, innermost
@@ -32,6 +36,10 @@ from weightsync.weights.sources.wrapping import WrappingSource, innermost
 SchemeName = Literal["fp8_channel", "fp8_block", "int8_channel"]
 QuantizedDtype = Literal["float8_e4m3fn", "int8"]
 _WEIGHT = ".weight"
+_EPS = np.uint32(0x3C00)
+"""The scale of zeros in bfloat16: its epsilon, 2**-7."""
+_UNUSED = uses(torch.empty(1, dtype=torch.uint8))
+_MOST_KEPT = 4
 _HALF_RANGE: Mapping[str, float] = {"float8_e4m3fn": 448.0, "int8": 127.5}
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OF_QUANTIZED = re.compile(
@@ -190,19 +198,75 @@ def _unknown(what: str) -> ConfigError:
     )
 
 
-def quantize(weight: torch.Tensor, scheme: QuantizationScheme) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    weight: torch.Tensor, scheme: QuantizationScheme, memory: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight `[out, in]` quantized, and its scales.
 
     In float8, a row or a block with NaN becomes NaN, one with infinity 0, and NaN there; its scale
     is NaN or infinity. In int8, which has no NaN, these become 0: what is computed with the scale
-    is NaN.
+    is NaN. `memory`, uint8 with as many elements, may be used for the weight.
     """
     if scheme.scale_dtype is not None:
         weight = weight.to(TORCH_DTYPES[scheme.scale_dtype])
     with torch.no_grad():
+        compiled = _by_kernel(weight.detach(), scheme, memory)
+        if compiled is not None:
+            return compiled
         if scheme.block is None:
             return _by_row(weight, scheme)
         return _by_block(weight, scheme, scheme.block)
+
+
+def _by_kernel(
+    weight: torch.Tensor, scheme: QuantizationScheme, memory: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what the compiled loop makes; None where there is none for this weight."""
+    on_host = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
+    if not on_host or type(weight) is not torch.Tensor or not weight.numel() or why_no_kernels():
+        return None
+    from weightsync.weights.sources import quantize_kernels  # noqa: PLC0415  # the extra `delta`
+
+    rows, columns = weight.shape
+    high, wide = scheme.block or (1, columns)
+    scales = weight.new_empty(-(-rows // high), -(-columns // wide))
+    made = torch.empty(weight.numel(), dtype=torch.uint8) if memory is None else memory
+    made = made.view(weight.shape)
+    whole = quantize_kernels.quantize(
+        weight.contiguous().view(torch.uint16).numpy(),
+        made.numpy(),
+        scales.view(torch.uint16).numpy(),
+        high,
+        wide,
+        np.float32(_half_range(scheme.dtype)),
+        _EPS,
+        scheme.dtype == "int8",
+    )
+    return (made.view(TORCH_DTYPES[scheme.dtype]), scales) if whole else None
+
+
+class _Scratch:
+    """Memory for quantized weights, used again when nobody has a view of it any more.
+
+    Memory that is touched for the first time takes longer to write than to quantize. `nbytes` are
+    those of the largest weight.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return memory of any content for a weight; None for one that no compiled loop takes."""
+        if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
+            return None
+        for memory in self._kept:
+            if uses(memory) == _UNUSED:
+                return memory[: weight.numel()]
+        made = torch.empty(max(self._nbytes, weight.numel()), dtype=torch.uint8)
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(made)
+        return made[: weight.numel()]
 
 
 def _by_row(weight: torch.Tensor, scheme: QuantizationScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,6 +353,8 @@ class QuantizedSource(WrappingSource):
                 f"the source has no linear weight to quantize: {shorten(before.index)}; "
                 f"left out are {', '.join(self.scheme.ignore) or 'none'}"
             )
+        sizes = [math.prod(spec.shape) for spec in before.specs if spec.name in self.quantized]
+        self._scratch = _Scratch(max(sizes))
         aliases = dict(before.aliases)
         for alias, name in before.aliases.items():
             if name in self.quantized:
@@ -309,10 +375,12 @@ class QuantizedSource(WrappingSource):
         self, pairs: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, quantized one by one when they are requested."""
+        scratch = self._scratch
         for name, tensor in pairs:
             if name in self.quantized:
-                weight, scales = quantize(tensor, self.scheme)
+                weight, scales = quantize(tensor, self.scheme, scratch.take(tensor))
                 yield name, weight
+                del weight
                 yield self.scheme.scale_name(name), scales
             else:
                 yield name, tensor
@@ -337,10 +405,14 @@ class QuantizedSource(WrappingSource):
                 scale = Slice(shape, (rows, ((0, shape[1]),)))
                 parts.append((self.scheme.scale_name(name), scale))
 
+        sizes = [math.prod(box.local_shape) for name, box in parts if name in self.quantized]
+        scratch = _Scratch(max(sizes, default=0))
+
         def read() -> Iterator[torch.Tensor]:
             for (name, tensor), dtype in zip(held.pairs(), dtypes, strict=True):
                 if name in self.quantized:
-                    yield from quantize(tensor.detach().to(dtype), self.scheme)
+                    local = tensor.detach().to(dtype)
+                    yield from quantize(local, self.scheme, scratch.take(local))
                 else:
                     yield tensor
 
