@@ -37,21 +37,19 @@ class NixlBackend(TcpBackend):
     name: ClassVar[str] = "nixl"
 
     def endpoint(self, device: torch.device) -> Any:
-        """Return NIXL's version, and whether there is an RDMA device."""
+        """Return NIXL's version, whether there is an RDMA device, and that streams are read."""
         if importlib.util.find_spec("nixl") is None:
             raise BackendUnavailableError(
                 f"the package nixl is not installed: {install_hint('nixl')}"
             )
-        return {"version": importlib.metadata.version("nixl"), "rdma": bool(_rdma_devices())}
-
-    def takes_streams(self, receiver: Endpoint) -> bool:
-        """Return False: one rank sends."""
-        return False
+        return {
+            "version": importlib.metadata.version("nixl"),
+            "rdma": bool(_rdma_devices()),
+            **super().endpoint(device),
+        }
 
     def reach(self, trainer: Endpoint, receiver: Endpoint) -> Sequence[Reach]:
         """Return the path: cheap where both hosts have RDMA, else dearer than that of `tcp`."""
-        if trainer.rank != 0:
-            return [Reach("nixl", why_not="rank 0 sends to other hosts")]
         ours, theirs = _facts(trainer), _facts(receiver)
         if ours.get("version") != theirs.get("version"):
             why_not = (
