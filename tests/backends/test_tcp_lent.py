@@ -14,8 +14,9 @@ import weightsync as ws
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import IpcTrainerEngine
 from weightsync.backends.tcp.carrier import InStream
+from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.trainer import TcpTrainerEngine
-from weightsync.backends.tcp.uplink import LentChunks, Uplink, why_packed
+from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.weights.copying.layout import StreamLayout

@@ -15,7 +15,8 @@ from torch import nn
 from tests.weights.streams import every_dtype, manifests, random_tensors, sizes, stream_bytes
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.ipc.sender import IpcTrainerEngine
-from weightsync.backends.tcp.uplink import LentChunks, Uplink, reread
+from weightsync.backends.tcp.lent import LentChunks
+from weightsync.backends.tcp.uplink import Uplink, reread
 from weightsync.backends.tcp.window import ChunkWindow, Data, Pieces
 from weightsync.errors import TransferError
 from weightsync.specs import Manifest, TensorSpec

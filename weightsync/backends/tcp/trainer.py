@@ -33,6 +33,7 @@ from weightsync.backends.base import (
 )
 from weightsync.backends.ring import RingEngine, RingShape
 from weightsync.backends.tcp.carrier import Carrier, InStream
+from weightsync.backends.tcp.lent import LentChunks, why_packed
 from weightsync.backends.tcp.payload import (
     SECRET_NBYTES,
     HostRing,
@@ -45,7 +46,7 @@ from weightsync.backends.tcp.payload import (
 from weightsync.backends.tcp.receiver import MEMBER_READER, chunks_without
 from weightsync.backends.tcp.relay import hold_of, patience_of
 from weightsync.backends.tcp.server import ChunkServer
-from weightsync.backends.tcp.uplink import LentChunks, Uplink, why_packed
+from weightsync.backends.tcp.uplink import Uplink
 from weightsync.backends.tcp.window import ChunkWindow
 from weightsync.cuda.wait import wait_for
 from weightsync.errors import BackendUnavailableError, ConnectError, TransferError
