@@ -112,6 +112,49 @@ def test_the_chunks_of_a_module() -> None:
     assert kept == again
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("bucket_nbytes", [1024, 8192, 1 << 20])
+def test_chunks_of_which_some_parts_are_packed(
+    bucket_nbytes: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long runs are read where they lie, the rest in the memory for the chunk."""
+    monkeypatch.setattr("weightsync.backends.tcp.lent.SHORTEST_RUN_NBYTES", 320)
+    base = torch.randn(16, 40, 10)
+    long = {"rows": base[::2], "parts": base[:, 5:15], "columns": torch.randn(16, 400)[:, 50:130]}
+    given = {**tensors(), **long, "short": base[:, :, 1:9], "many": torch.randn(65, 90)[:, :80]}
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in given.items()
+    ]
+    layout = StreamLayout(
+        Manifest(tuple(specs)), bucket_nbytes=bucket_nbytes, unit_nbytes=bucket_nbytes // 4
+    )
+    lent = LentChunks(layout, list(given.values()), slots)
+    in_runs = [spec.name for spec, runs in zip(specs, lent._runs, strict=True) if runs]
+    plain = {n for n, t in given.items() if t.is_contiguous() and not t.is_conj()}
+    assert set(in_runs) == plain | set(long)
+    lying = {one.data_ptr(): one.data_ptr() + one.nbytes for one in lent.memory}
+    for change in (0, 1):
+        base.add_(change)
+        lent.packed_nbytes = 0
+        read = reread(layout, list(given.values()))
+        for j, chunk in enumerate(layout.chunks):
+            found, wanted = lent.chunk(j), bytes_of(read(j))
+            assert joined(found) == wanted[: len(found)], j
+            assert not any(wanted[len(found) :])
+            assert lent.fingerprints(j) == [
+                xxhash.xxh3_64_intdigest(wanted[u.start - chunk.start : u.stop - chunk.start])
+                for u in layout.units[chunk.first_unit : chunk.last_unit]
+            ]
+            for _, address, nbytes in found.places:
+                assert any(a <= address and address + nbytes <= b for a, b in lying.items())
+        packed = sum(spec.nbytes for spec in specs if spec.name not in in_runs)
+        assert lent.packed_nbytes == packed
+    assert lent.lie_in(list(given.values()))
+    given["short"] = base[:, :, :8]
+    assert not lent.lie_in(list(given.values()))
+
+
 def bytes_of(data: Data) -> bytes:
     assert isinstance(data, memoryview)
     return bytes(data)

@@ -101,6 +101,9 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "rows": _rows,
     "wide": lambda: nn.ParameterDict({f"t{i}": torch.zeros(1 << 18) for i in range(16)}),
     "squares": lambda: nn.ParameterDict({f"t{i}": torch.zeros(512, 512) for i in range(16)}),
+    "broad": lambda: nn.ParameterDict(
+        {f"t{i}": torch.zeros(*((32, 16 << 10) if i < 4 else (512, 512))) for i in range(12)}
+    ),
     "pages": lambda: nn.ParameterDict({f"t{i}": torch.zeros(64, 64) for i in range(4)}),
     "decoder-mixed": _mixed,
     "decoder-bfloat16": lambda: _decoder().bfloat16(),

@@ -22,6 +22,7 @@ from msgspec.structs import asdict, replace
 from weightsync.backends.base import (
     Check,
     Handshake,
+    HeldMemory,
     Reader,
     ReaderChanges,
     ReaderWatch,
@@ -132,7 +133,7 @@ class _Host:
             del self.on_ring[index], self.names[index]
 
 
-class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
+class TcpTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch, ReaderChanges):
     """Serves the chunks of a rank's ring, or of `source` if the carrier lends its tensors.
 
     Hosts join and leave without the others.
@@ -282,6 +283,8 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
     def _lent_chunks(self, source: WeightSource, *, verify: bool) -> LentChunks | None:
         """Return the chunks of the source's own tensors, None where the ring's are read."""
         lent = self._lent
+        if lent is not None:
+            lent.packed_nbytes = 0
         if lent is not None and lent.is_on_gpu and verify:
             return None  # a GPU makes other fingerprints than the hosts that read
         stable = source.stable_tensors() if lent is not None and source is self._source else None
@@ -391,6 +394,16 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         counters, at = self._server.liveness(host.peer.place), host.on_ring[reader]
         return counters[at] if at < len(counters) else None
 
+    @property
+    def extra_nbytes(self) -> int:
+        """Bytes of the memory into which parts of lent chunks are packed."""
+        return self._lent.extra_nbytes if self._lent is not None else 0
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that this update has packed for lent chunks so far."""
+        return self._lent.packed_nbytes if self._lent is not None else 0
+
     def progress(self) -> TransferProgress:
         """Return the progress of the first host."""
         return _UplinkProgress(self._ring.progress(), self._relay_reader)
@@ -445,8 +458,9 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, ReaderWatch, ReaderChanges):
         if stable and carrier.lends:
             if why := why_packed(layout, stable):
                 logger.info("the source's tensors are packed for other hosts: %s", why)
-            elif carrier.lend(stable):
-                self._lent = LentChunks(layout, stable)
+            else:
+                lent = LentChunks(layout, stable, self._window.slots)
+                self._lent = lent if carrier.lend(lent.memory) else None
         server = self._server = ChunkServer(
             address, self._secret, self._window, patience_s, carrier, tells_lost=True
         )

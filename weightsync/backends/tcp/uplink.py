@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,10 +53,10 @@ class Uplink(Relay):
         self._stream = stream
         self._window = window
         again: Read | None = None
-        if lent is not None:
-            again = lent.chunk
-        elif (stable := source.stable_tensors()) is not None:
+        if (stable := source.stable_tensors()) is not None:
             again = reread(stream.layout, stable)
+            if lent is not None:
+                again = partial(_again, lent, again)
         window.begin(stream.epoch, len(stream.layout.chunks), chains, again, left_out)
         super().__init__(self._offer_all, name="weightsync-uplink")
 
@@ -94,12 +95,17 @@ class Uplink(Relay):
         if self._lent is None:
             data, fingerprints = self._stream.read(j, check)
             return without_zeros(data.numpy()).data, fingerprints
-        fingerprints = []
-        if self._stream.verify:
-            with self._calls.inside():
-                fingerprints = self._lent.fingerprints(j)
-            self.table += fingerprints
-        return self._lent.chunk(j), fingerprints
+        with self._calls.inside():
+            pieces = self._lent.chunk(j)
+            fingerprints = self._lent.fingerprints(j) if self._stream.verify else []
+        self.table += fingerprints
+        return pieces, fingerprints
+
+
+def _again(lent: LentChunks, read: Read, j: int) -> Data:
+    """Return where chunk `j` lies, or what `read` makes where parts of it are packed."""
+    pieces = lent.again(j)
+    return read(j) if pieces is None else pieces
 
 
 def without_zeros(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
