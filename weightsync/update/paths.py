@@ -252,7 +252,7 @@ class PathSelector:
                 if not failed and self._note_wants(members):
                     self.withdraw()
                     failed = self._open_spanning(found)
-            except BackendUnavailableError as exc:  # of a rank
+            except BackendUnavailableError as exc:  # of a rank, when it makes its engines
                 logger.warning("the ranks gather all tensors: %s", exc)
                 self.why_gathered = str(exc)
                 break
@@ -459,13 +459,19 @@ class PathSelector:
             self._group.run_on_all(command)
 
     def _connect(self, members: Sequence[Member]) -> list[MemberReply]:
-        """Connect members. Where one fails, the remaining backends are not connected."""
+        """Connect members. Where one fails, the remaining backends are not connected.
+
+        All members of a backend fail where a rank cannot use it.
+        """
         answers: list[MemberReply] = []
         by_backend = _by_backend(members)
         for name, own in by_backend.items():
             if failures(answers):
                 break
-            answers += self._handshake(name, own)
+            try:
+                answers += self._handshake(name, own)
+            except BackendUnavailableError as exc:
+                answers += [MemberReply(member, error=exc) for member in own]
         return answers
 
     def _handshake(
