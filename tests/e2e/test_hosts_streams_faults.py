@@ -75,6 +75,15 @@ class Crossed:
             assert remote.reading() == version
 
 
+def victims(*quick: int) -> pytest.MarkDecorator:
+    """Each of two hosts, by either backend; by `nixl` only these outside of soaks."""
+    cells = [pytest.param("tcp", victim) for victim in (0, 1)]
+    for victim in (0, 1):
+        marks = () if victim in quick else pytest.mark.soak
+        cells.append(pytest.param("nixl", victim, marks=marks))
+    return pytest.mark.parametrize(("backend", "victim"), cells)
+
+
 @pytest.fixture
 def crossed(network: HostNetwork) -> Iterator[Crossed]:
     with ExitStack() as stack:
@@ -84,10 +93,12 @@ def crossed(network: HostNetwork) -> Iterator[Crossed]:
         host.call(cleanup_stale)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_receiving_host_that_is_killed_costs_only_itself(crossed: Crossed, victim: int) -> None:
+@victims(0)
+def test_a_receiving_host_that_is_killed_costs_only_itself(
+    crossed: Crossed, backend: str, victim: int
+) -> None:
     """The other host reads what that one would have passed on from the rank itself."""
-    crossed.connect(on_failure="drop", num_buckets=32)
+    crossed.connect(on_failure="drop", num_buckets=32, backend=backend)
     crossed.send(1)
     before = [sent_nbytes(host) for host in crossed.network.hosts[:2]]
     crossed.begin(2)
@@ -117,9 +128,11 @@ def test_a_receiving_host_that_is_killed_without_drop_ends_the_update(crossed: C
     assert crossed.fleet[0].reading() == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_receiving_host_that_stands_still_is_gone_round(crossed: Crossed, victim: int) -> None:
-    crossed.connect(on_failure="drop")
+@victims()
+def test_a_receiving_host_that_stands_still_is_gone_round(
+    crossed: Crossed, backend: str, victim: int
+) -> None:
+    crossed.connect(on_failure="drop", backend=backend)
     crossed.send(1)
     crossed.begin(2)
     with stopped(crossed.hosts[victim]):
@@ -128,9 +141,11 @@ def test_a_receiving_host_that_stands_still_is_gone_round(crossed: Crossed, vict
     crossed.check(2, [crossed.fleet[1 - victim]])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_trainer_host_that_is_killed_commits_nowhere(crossed: Crossed, victim: int) -> None:
-    crossed.connect()
+@victims(1)
+def test_a_trainer_host_that_is_killed_commits_nowhere(
+    crossed: Crossed, backend: str, victim: int
+) -> None:
+    crossed.connect(backend=backend)
     crossed.send(1)
     held = [remote.digests() for remote in crossed.fleet]
     crossed.begin(2)
@@ -143,9 +158,11 @@ def test_a_trainer_host_that_is_killed_commits_nowhere(crossed: Crossed, victim:
     assert [remote.reading() for remote in crossed.fleet] == [1, 1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_trainer_host_that_is_cut_off_commits_nowhere(crossed: Crossed, victim: int) -> None:
-    crossed.connect()
+@victims()
+def test_a_trainer_host_that_is_cut_off_commits_nowhere(
+    crossed: Crossed, backend: str, victim: int
+) -> None:
+    crossed.connect(backend=backend)
     crossed.send(1)
     held = [remote.digests() for remote in crossed.fleet]
     crossed.begin(2)

@@ -11,8 +11,7 @@ import pytest
 
 import weightsync as ws
 from tests.e2e import processes, several_hosts
-from tests.e2e.processes import Remote
-from tests.e2e.several_hosts import Trainer, segments, sent_nbytes, together, told
+from tests.e2e.several_hosts import segments, sent_nbytes, together, told
 from tests.e2e.test_hosts_streams import check_all_hold, connect, send
 from tests.hosts.fixtures import network
 from tests.hosts.namespaces import HostNetwork, host_network
