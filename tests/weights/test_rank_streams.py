@@ -244,7 +244,8 @@ def test_a_plan_says_why_there_is_none() -> None:
         "rank 1: its source only makes full tensors"
     )
     plan = plan_streams(model, [known, elsewhere])
-    assert (plan.why_not, plan.hosts) == ("", [0, 1])
+    assert (plan.why_not, plan.hosts, plan.has_replicas) == ("", [0, 1], False)
+    assert plan_streams(model, [known, elsewhere, known]).has_replicas
     assert "elements that no rank holds" in plan_streams(model, [known, known]).why_not
 
 
