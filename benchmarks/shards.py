@@ -28,7 +28,7 @@ import torch.distributed as dist
 import uvicorn
 from torch import multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import weightsync as ws
@@ -42,11 +42,12 @@ WIDTH = 1024
 WARM = 2
 SENT = torch.bfloat16
 WAIT_S = 300.0
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A trainer and its receivers. `gathers`: its source makes full tensors alone.
+    """A trainer and its receivers. `gathers`: its source makes full tensors alone. `flat`: FSDP1.
 
     `megatron`: a model of megatron-core, which `make test-megatron` installs in .venv-megatron.
     """
@@ -57,6 +58,7 @@ class Setup:
     gathers: bool = False
     receivers: int = 1
     megatron: bool = False
+    flat: bool = False
 
     @property
     def receiver(self) -> str:
@@ -70,6 +72,7 @@ SETUPS = {
     "fsdp4": Setup(trainer="4 ranks", ranks=4),
     "cast": Setup(trainer="2 ranks, float32 cast to bf16", ranks=2, dtype=torch.float32),
     "tp2": Setup(trainer="2 ranks", ranks=2, receivers=2),
+    "fsdp1": Setup(trainer="2 ranks, FSDP1", ranks=2, flat=True),
     "gather": Setup(trainer="2 ranks that gather", ranks=2, gathers=True),
     "megatron": Setup(trainer="Megatron, TP 2 x PP 2", ranks=4, megatron=True),
     "megatron-gather": Setup(
@@ -208,6 +211,22 @@ def serve(number: int, setup: Setup, mib: int, folder: str, told: Any, end: Any)
         dist.destroy_process_group()
 
 
+def sharded(setup: Setup, model: nn.Module) -> tuple[nn.Module, object]:
+    """Return the model of this rank, and what it gives to connect."""
+    if setup.megatron:
+        model, own = megatron.build_trainer(model.state_dict())
+        return model, Gathered(megatron.export_of(own)) if setup.gathers else own
+    if setup.flat:
+        for name, block in model.named_children():
+            setattr(model, name, FullyShardedDataParallel(block, device_id=CPU))
+        model = FullyShardedDataParallel(model, device_id=CPU)
+    elif setup.ranks > 1:
+        for block in model.children():
+            fully_shard(block)
+        fully_shard(model)
+    return model, Gathered(model, dtype=SENT) if setup.gathers else model
+
+
 def train(
     rank: int, setup: Setup, mib: int, rounds: int, folder: str, urls: list[str], told: Any
 ) -> None:
@@ -219,15 +238,7 @@ def train(
     whole = [p.detach().to(SENT, copy=True) for p in model.parameters()] if rank == 0 else []
     other = [torch.empty_like(tensor) for tensor in whole]
     dtype = None if setup.gathers or setup.megatron else SENT
-    source: object = model
-    if setup.megatron:
-        model, own = megatron.build_trainer(model.state_dict())
-        source = Gathered(megatron.export_of(own)) if setup.gathers else own
-    elif setup.ranks > 1:
-        for block in model.children():
-            fully_shard(block)
-        fully_shard(model)
-        source = Gathered(model, dtype=SENT) if setup.gathers else model
+    model, source = sharded(setup, model)
     to: list[str] = urls if rank == 0 else []
     dist.barrier()
     started = time.perf_counter()
