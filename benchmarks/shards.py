@@ -43,6 +43,8 @@ WARM = 2
 SENT = torch.bfloat16
 WAIT_S = 300.0
 CPU = torch.device("cpu")
+MOST_READ = 1.02
+"""Of a model of some size: units of copies have the bytes of others at their ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +318,10 @@ def measure(setup: Setup, mib: int, rounds: int) -> tuple[Found, dict[str, int]]
 def rows_of(setup: Setup, found: Found, held: Mapping[str, int]) -> Iterator[str]:
     """Yield the rows of a setup, verified and not verified."""
     sums = [(read, nbytes) for url, nbytes in held.items() if (read := found.read.get(url))]
-    share = f"{max(read / nbytes for read, nbytes in sums):.3f}" if sums else ""
+    most = max((read / nbytes for read, nbytes in sums), default=0.0)
+    if most > MOST_READ and min(nbytes for _, nbytes in sums) >= 64 << 20:
+        raise SystemExit(f"{setup.trainer}: a receiver read {most:.3f} times what it holds")
+    share = f"{most:.3f}" if sums else ""
     for level, seconds in ((found.level, found.verified), ("none", found.unverified)):
         cells = (
             setup.trainer,

@@ -23,6 +23,7 @@ import weightsync as ws
 from tests.docs.pages import blocks
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.integrations.megatron import MegatronSource
+from weightsync.weights.sources.base import as_source
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCAB, EXPERTS = 8, 6, 4, 2, 2, 11, 4
 CONFIG = {"model_type": "qwen3_moe", "vocab_size": VOCAB, "tie_word_embeddings": False}
@@ -285,3 +286,12 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     assert set(received) == set(state)
     assert [n for n, tensor in received.items() if not torch.equal(tensor, 4 * state[n])] == []
     compile(second, "docs/megatron.md", "exec")
+
+
+def test_a_model_that_is_given_itself_has_megatrons_names(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = type("GPTModel", (nn.Linear,), {"__module__": "megatron.core.models.gpt.gpt_model"})
+    as_source(nn.Linear(2, 2))
+    assert not caplog.records
+    as_source(nn.Sequential(theirs(2, 2)))
+    (record,) = caplog.records
+    assert "give weightsync.MegatronSource(model, checkpoint)" in record.getMessage()
