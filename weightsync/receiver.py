@@ -5,22 +5,29 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from weightsync.arguments import as_seconds
 from weightsync.backends.registry import known_endpoints
 from weightsync.cuda.handles import device_keys
-from weightsync.errors import ConfigError, ProtocolError
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.report import SyncReport
 from weightsync.runtime.tracebacks import concise
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
+from weightsync.transports.base import BaseTransport
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
-from weightsync.update.fetch_client import fetch_from, fetch_from_first
+from weightsync.update.fetch_client import (
+    NoSourceError,
+    fetch_from,
+    fetch_from_first,
+    fetch_parts,
+    holds_parts,
+)
 from weightsync.update.gate import OnCommit, OnHold, OnRelease
 from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.update.senders import Senders, installed_backend
@@ -302,6 +309,7 @@ class WeightReceiver:
                 senders=session.senders.paths(),
                 owner=owner,
                 fetchable=session.load_targets.fetchable(lifecycle.weights_id),
+                lends=session.load_targets.lends(lifecycle.weights_id),
                 backends=backends,
                 unusable_backends=unusable_backends,
                 set_id=session.set_id,
@@ -469,22 +477,36 @@ def fetch(
     transports = TransportFactory(token, verify_tls=verify_tls, timeout_s=answer_s)
     receiver = to if isinstance(to, WeightReceiver) else WeightReceiver(to)
 
+    options: Any = {
+        "target": f"{type(to).__name__} of this process",
+        "backend": backend,
+        "timeout_s": timeout_s,
+    }
+
     def attempt(source: Target) -> SyncReport:
         workers = transports.every(source)  # each has the same weights
         try:
-            return fetch_from(
-                workers[0],
-                receiver.dispatch,
-                target=f"{type(to).__name__} of this process",
-                backend=backend,
-                timeout_s=timeout_s,
-            )
+            if holds_parts(workers[0]):
+                raise NoSourceError(f"{workers[0].target} holds parts of tensors")
+            return fetch_from(workers[0], receiver.dispatch, **options)
         finally:
             for transport in workers:
                 transport.close()
 
+    def attempt_parts() -> SyncReport:
+        with ExitStack() as stack:
+            workers: list[BaseTransport] = []
+            for source in named:
+                with suppress(WeightSyncError):  # its own attempt has raised it
+                    workers += transports.every(source)
+            for transport in workers:
+                stack.callback(transport.close)
+            return fetch_parts(workers, receiver.dispatch, **options)
+
     try:
-        attempts = [partial(attempt, source) for source in targets_of(sources, "sources=")]
+        named = targets_of(sources, "sources=")
+        attempts: list[Callable[[], SyncReport]] = [partial(attempt, source) for source in named]
+        attempts.append(attempt_parts)
         return fetch_from_first(attempts, receiver.status, timeout_s)
     finally:
         if receiver is not to:

@@ -78,6 +78,7 @@ class ReceiverReport:
     `seconds` are the receiver's own: `load` until all bytes were in place, of which it waited for
     the sender's for `wait`; `settle` to check the update, and `swap` to put it into use.
     `source` is the receiver from which this one fetched the weights; empty: the sender sent them.
+    `peers` has the bytes that it copied from each of several, which hold parts of them.
     `names_nothing`: a hook took the tensors, and returned no names of what it loaded; `verified`
     says then what it was given. `sources` has the bytes that it copied from each rank of the
     trainer, where these send without a gather. `whole`: of a receiver that loads boxes of tensors,
@@ -98,6 +99,7 @@ class ReceiverReport:
     sources: Mapping[int, int] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     casts: Mapping[str, int] = field(default_factory=dict)
+    peers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

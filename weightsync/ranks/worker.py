@@ -120,6 +120,7 @@ class RankWorker:
     `may_cast` are the tensors that receivers keep in unlike dtypes and cast themselves, `casts` the
     numbers of those that the source casts, for the report.
     `is_apart`: no rank waits for another one in this update, and `late` is the error of this one.
+    `address` is that of this host for all readers, where it is known better here than on rank 0.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class RankWorker:
         self.is_apart = self._transfers = self._has_failed = False
         self.late: BaseException | None = None
         self._senders: set[int] = set()
+        self.address: str | None = None
         self.calls = TorchCalls()
 
     def rank_info(self) -> RankInfo:
@@ -436,6 +438,8 @@ class RankWorker:
 
     def _with_wants(self, readers: Sequence[Reader], wants: Mapping[int, int]) -> list[Reader]:
         """Return readers with what they want of this rank's stream."""
+        if self.address is not None:
+            readers = [structs.replace(one, local_address=self.address) for one in readers]
         stream = self._own_boxes
         if stream is None or not wants:
             return list(readers)

@@ -105,6 +105,7 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         workers=list(statuses),
         senders=_paths(held),
         fetchable=held[0].fetchable,
+        lends=held[0].lends,
         owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
         backends={
             name: facts

@@ -8,15 +8,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from weightsync.errors import ConnectError, ProtocolError, TransportTimeout, WeightSyncError
 from weightsync.transports.base import BaseTransport
+from weightsync.transports.mailbox import Mailbox
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
+    MAIL_FROM,
+    MAIL_TO,
     FetchReply,
     FetchRequest,
+    JointTurn,
     Reply,
     Request,
     UpdateRequest,
@@ -47,17 +54,24 @@ class _Poller:
     turn: int = -1
     answer: FetchReply | None = None
     call: _Call | None = None
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
 
 class PolledTransport(BaseTransport):
     """A Transport to a receiver whose polls `take` answers.
 
     `address` is the one at which that receiver reaches this host. Calls raise ConnectError when it
-    has not polled for 10 s; updates raise what `check` raises.
+    has not polled for 10 s; updates raise what `check` raises. With `joint` it fetches from other
+    sources as well, and `mailbox` has what these send to each other.
     """
 
-    def __init__(self, address: str | None, check: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str | None, check: Callable[[], None], joint: JointTurn | None = None
+    ) -> None:
         super().__init__("the receiver that fetches")
+        self.mailbox = (
+            None if joint is None else Mailbox(joint.place, joint.places, lambda: self._is_called)
+        )
         self._address = address if address and _is_usable(address) else None
         self._check = check
         self._changed = threading.Condition()
@@ -70,6 +84,10 @@ class PolledTransport(BaseTransport):
     def local_address(self) -> str | None:
         """The address at which that receiver reaches this host, unless it is of no use."""
         return self._address
+
+    @property
+    def _is_called(self) -> bool:
+        return not self._closed and time.monotonic() - self._polled_at <= SILENCE_S
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Pass on one request, and wait for its reply; see Transport.call."""
@@ -95,7 +113,7 @@ class PolledTransport(BaseTransport):
             now = time.monotonic()
             if is_update:
                 self._check()
-            if self._closed or now - self._polled_at > SILENCE_S:
+            if not self._is_called:
                 raise ConnectError(f"{self.target} has made no call for {SILENCE_S:g} s")
             if now >= deadline:
                 what = CALL_OF[type(call.request)]
@@ -109,6 +127,9 @@ class PolledTransport(BaseTransport):
         the last or the next one.
         """
         until = time.monotonic() + POLL_S
+        mailbox = self.mailbox
+        if mailbox is not None and request.poller in (MAIL_FROM, MAIL_TO):
+            return self._take_mail(request, mailbox)
         with self._changed:
             poller = self._pollers.setdefault(request.poller, _Poller())
             if request.turn not in (poller.turn, poller.turn + 1):
@@ -131,6 +152,27 @@ class PolledTransport(BaseTransport):
                     raise ProtocolError("the next turn of this poller has come already")
             return poller.answer
 
+    def _take_mail(self, request: FetchRequest, mailbox: Mailbox) -> FetchReply:
+        """Return the mail of this source, or take what others have sent to it."""
+        with self._changed:
+            self._polled_at = time.monotonic()
+            poller = self._pollers.setdefault(request.poller, _Poller())
+        with poller.one_at_a_time:  # a repeated turn waits for the answer of the first
+            if request.turn not in (poller.turn, poller.turn + 1):
+                raise ProtocolError(f"turn {request.turn} comes after turn {poller.turn}")
+            if request.turn == poller.turn and poller.answer is not None:
+                return poller.answer
+            if request.poller == MAIL_TO:
+                if request.reply is not None:
+                    mailbox.deliver(joint_turn(request.reply).mail)
+                answer = FetchReply()
+            else:
+                sent = mailbox.wait_sent(POLL_S, lambda: self._outcome is not None)
+                # The outcome comes after all mail: the others need that to end, too.
+                answer = FetchReply(mail=sent) if sent else self._outcome or FetchReply()
+            poller.turn, poller.answer = request.turn, answer
+            return answer
+
     def _settle(self, call: _Call | None, request: FetchRequest) -> None:
         if call is None:
             return
@@ -149,12 +191,25 @@ class PolledTransport(BaseTransport):
         with self._changed:
             self._outcome = outcome
             self._changed.notify_all()
+        if self.mailbox is not None:
+            with self.mailbox.changed:
+                self.mailbox.changed.notify_all()
 
     def close(self) -> None:
         """Refuse further calls, and end those that wait."""
         super().close()
         with self._changed:
             self._changed.notify_all()
+        if self.mailbox is not None:
+            self.mailbox.close()
+
+
+def joint_turn(given: Any) -> JointTurn:
+    """Return the JointTurn that is the `reply` of a request. Raises ProtocolError for others."""
+    try:
+        return msgspec.convert(given, JointTurn)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"reply of a joint fetch: {exc}") from exc
 
 
 def _is_usable(address: str) -> bool:

@@ -181,8 +181,10 @@ class Coordinator:
         if report is not None and all(joining.holds(member.status) for member in members):
             for member in members:
                 forms = member.status.delta_forms
-                # It fetched whole tensors: for shards the sum of no rank's stream is known.
-                knows = bool(forms) and not ("shards" in forms and self._group.sends_streams)
+                # For shards the sum of no stream of this sender is known, unless one receiver has
+                # sent what this sender would: whole tensors, in one stream.
+                other = self._group.sends_streams or any(r.peers for r in report.receivers)
+                knows = bool(forms) and not ("shards" in forms and other)
                 member.delta_base = member.status.weights_id if knows else None
             self.last_report = report
             return report

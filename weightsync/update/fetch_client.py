@@ -7,14 +7,18 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from weightsync.errors import (
+    ConfigError,
+    ManifestMismatchError,
     ProtocolError,
     SourceBusyError,
     TransportError,
@@ -29,11 +33,15 @@ from weightsync.transports.polled import POLL_S
 from weightsync.wire import codec
 from weightsync.wire.messages import (
     CALL_OF,
+    MAIL_FROM,
+    MAIL_TO,
     AbortRequest,
     FetchReply,
     FetchRequest,
     FinishRequest,
     InitRequest,
+    JointTurn,
+    Mail,
     RegisteredUpdate,
     Reply,
     Request,
@@ -58,6 +66,9 @@ _TICK_S = 0.2
 _RETRY_S = 0.2
 _NOTHING_YET = FetchReply()
 _LEAST_TRIES = 3
+_STATUS_TIMEOUT_S = 20.0
+_LAST_MAIL_S = 2.0
+"""How long sources may take to hear of the end of a fetch, before it counts without them."""
 
 
 def fetch_from_first(
@@ -82,11 +93,13 @@ def fetch_from_first(
                 return attempt()
             except WeightSyncError as exc:
                 errors.append(exc)
-                logger.info("nothing was fetched: %s", exc)
+                if not isinstance(exc, NoSourceError):
+                    logger.info("nothing was fetched: %s", exc)
             if stop.is_set():
                 raise errors[-1]
             if _weights_of(held()) != before:
                 raise _overtaken() from errors[-1]
+        errors = [e for e in errors if not isinstance(e, NoSourceError)] or errors
         tries += 1
         is_busy = [isinstance(error, SourceBusyError) for error in errors]
         late = time.monotonic() - begun > timeout_s and tries >= _LEAST_TRIES
@@ -94,6 +107,10 @@ def fetch_from_first(
             chosen = errors[is_busy.index(True)] if any(is_busy) else errors[-1]
             raise _with_all(chosen, errors)
         stop.wait(_RETRY_S)
+
+
+class NoSourceError(ConfigError):
+    """An attempt was not made: its source holds parts alone, or no source does. Others count."""
 
 
 def _overtaken() -> UpdateConflictError:
@@ -144,6 +161,103 @@ def fetch_from(
     return fetch.run()
 
 
+def fetch_parts(
+    sources: Sequence[Transport],
+    handle: Handle,
+    *,
+    target: str,
+    timeout_s: float,
+    backend: str = "auto",
+    weights_id: str | None = None,
+    delta_follows: bool = False,
+    stop: threading.Event | None = None,
+) -> SyncReport:
+    """Fetch from those of `sources` that hold parts of the same weights, from all of them at once.
+
+    The arguments are those of `fetch_from`. Each element is read from one source; of those that
+    hold equal parts each sends a share. Where one is lost, the others are tried without it.
+
+    Raises the sources' errors, ManifestMismatchError where their parts do not make a model,
+    SourceBusyError where one replaced its weights meanwhile, NoSourceError where none has parts.
+    """
+    stop = stop or threading.Event()
+    lenders, errors = _lenders(sources, weights_id)
+    if not lenders:
+        raise _with_all(errors[-1], errors) if errors else NoSourceError("no source holds parts")
+    for held, listed in _by_weights(lenders).items():
+        group = listed
+        while True:
+            try:
+                request = FetchRequest(
+                    fetch_id=secrets.token_hex(16),
+                    backend=backend,
+                    timeout_s=timeout_s,
+                    weights_id=held[1],
+                )
+                if len(group) < 2:
+                    raise ManifestMismatchError(
+                        f"{group[0].target} holds parts of tensors, and no other source holds the "
+                        f"rest of version {held[0]}; name those that do"
+                    )
+                fetch = _JointFetch(group, handle, request, target, stop)
+                fetch.delta_follows = delta_follows
+                return fetch.run()
+            except WeightSyncError as exc:
+                errors.append(exc)
+                logger.info("nothing was fetched: %s", exc)
+            if stop.is_set():
+                raise errors[-1]
+            still = _by_weights(_lenders(group, weights_id)[0])
+            left = still.get(held, [])
+            if len(left) == len(group):
+                break
+            if still and list(still) != [held]:
+                raise SourceBusyError(
+                    "a source replaced the weights meanwhile, of which others have parts"
+                ) from errors[-1]
+            if not left:
+                break
+            group = left
+    raise _with_all(errors[-1], errors)
+
+
+def holds_parts(source: Transport) -> bool:
+    """Whether a source has parts of tensors alone, as it says now."""
+    status = source.call(StatusRequest(), timeout_s=_STATUS_TIMEOUT_S)
+    return isinstance(status, Status) and status.lends and not status.fetchable
+
+
+_Held = tuple[int, str]
+"""A version, and the id of its weights."""
+
+
+def _lenders(
+    sources: Sequence[Transport], weights_id: str | None
+) -> tuple[list[tuple[Transport, Status]], list[WeightSyncError]]:
+    """Return the sources that hold parts of weights, each once, and the errors of others."""
+    found: dict[str, tuple[Transport, Status]] = {}
+    errors: list[WeightSyncError] = []
+    for source in sources:
+        try:
+            status = source.call(StatusRequest(), timeout_s=_STATUS_TIMEOUT_S)
+        except WeightSyncError as exc:
+            errors.append(exc)
+            continue
+        if not isinstance(status, Status) or not (status.lends and status.weights_id):
+            continue
+        if weights_id in (None, status.weights_id):
+            found.setdefault(status.instance, (source, status))
+    return list(found.values()), errors
+
+
+def _by_weights(lenders: Sequence[tuple[Transport, Status]]) -> dict[_Held, list[Transport]]:
+    """Return sources by the weights that they hold, in the order of the first ones."""
+    found: dict[_Held, list[Transport]] = {}
+    for source, status in lenders:
+        found.setdefault((status.version, status.weights_id or ""), []).append(source)
+    return found
+
+
 class _Fetch:
     """One attempt: several threads call the source, and handle the requests in its replies.
 
@@ -183,8 +297,8 @@ class _Fetch:
         status = self._status()
         self._known, self._before = set(status.senders), _weights_of(status)
         pollers = [
-            threading.Thread(target=self._poll, args=(i,), name="weightsync-fetch", daemon=True)
-            for i in range(_POLLERS)
+            threading.Thread(target=poll, name="weightsync-fetch", daemon=True)
+            for poll in self._polls()
         ]
         for poller in pollers:
             poller.start()
@@ -203,6 +317,10 @@ class _Fetch:
         if self._report is None:
             raise self._error or ProtocolError(f"{self._source.target} ended without a result")
         return self._report
+
+    def _polls(self) -> list[Callable[[], None]]:
+        """Return what threads run until the end."""
+        return [partial(self._poll, poller) for poller in range(_POLLERS)]
 
     def _status(self) -> Status:
         status = self._handle(StatusRequest())
@@ -224,7 +342,7 @@ class _Fetch:
         try:
             while not self._over.is_set():
                 called_at = time.monotonic()
-                reply = self._called(request)
+                reply = self._called(self._source, request)
                 request = self._answered(request, reply)
                 if reply == _NOTHING_YET and time.monotonic() - called_at < POLL_S / 2:
                     self._over.wait(_TICK_S)  # a server that does not wait, perhaps a foreign one
@@ -233,26 +351,24 @@ class _Fetch:
         except Exception as exc:  # noqa: BLE001  # a user's transport, or a bug: run() raises it
             self._end(error=ProtocolError(f"the fetch failed: {type(exc).__name__}: {exc}"))
 
-    def _called(self, request: FetchRequest) -> FetchReply:
-        """Call the source, again where a reply was lost: a repeated turn changes nothing."""
+    def _called(self, source: Transport, request: FetchRequest) -> FetchReply:
+        """Call a source, again where a reply was lost: a repeated turn changes nothing."""
         timeout_s = min(_CALL_TIMEOUT_S, self._request.timeout_s + POLL_S)
         for tries_left in reversed(range(_POLL_TRIES)):
             try:
-                reply = self._source.call(request, timeout_s=timeout_s)
+                reply = source.call(request, timeout_s=timeout_s)
                 break
             except TransportError:
                 if not tries_left or self._over.wait(_RETRY_S):
                     raise
         if not isinstance(reply, FetchReply):
-            raise ProtocolError(f"{self._source.target} answers {type(reply).__name__}")
+            raise ProtocolError(f"{source.target} answers {type(reply).__name__}")
         return reply
 
     def _answered(self, asked: FetchRequest, answer: FetchReply) -> FetchRequest:
         """Return the next call to the source, with what the receiver replied to its request."""
-        if answer.problem is not None:
-            self._end(error=from_problem(answer.problem, peer=self._source.target))
-        if answer.report is not None:
-            self._end(report=self._checked(answer.report))
+        if answer.problem is not None or answer.report is not None:
+            self._source_ended(answer)
         reply = problem = None
         if answer.request is not None:
             try:
@@ -266,6 +382,13 @@ class _Fetch:
             reply=reply,
             problem=problem,
         )
+
+    def _source_ended(self, answer: FetchReply) -> None:
+        """End with the outcome of the source."""
+        if answer.problem is not None:
+            self._end(error=from_problem(answer.problem, peer=self._source.target))
+        elif answer.report is not None:
+            self._end(report=self._checked(answer.report))
 
     def _handled(self, request: Request) -> Reply:
         with self._lock:
@@ -323,7 +446,8 @@ class _Fetch:
             replace(
                 one,
                 target=self._target,
-                source=self._source.target,
+                source=self._sender,
+                peers=self._peers(done),
                 apply=done.apply,
                 verified=done.verified,
                 names_nothing=done.names_nothing,
@@ -338,6 +462,15 @@ class _Fetch:
             receivers=receivers,
         )
 
+    @property
+    def _sender(self) -> str:
+        """The name of the source, or of all sources, for the report."""
+        return self._source.target
+
+    def _peers(self, done: StepReply) -> dict[str, int]:
+        """Return the bytes that came from each of several sources."""
+        return {}
+
     def _own_report(self, done: StepReply) -> SyncReport:
         """Return the report of an update that this receiver has committed."""
         phases = {name: spent for name, spent in done.seconds.items() if name != "wait"}  # of load
@@ -349,7 +482,8 @@ class _Fetch:
             verified=done.verified,
             stall_s=done.stall_s,
             seconds=done.seconds,
-            source=self._source.target,
+            source=self._sender,
+            peers=self._peers(done),
             names_nothing=done.names_nothing,
         )
         return SyncReport(
@@ -389,6 +523,160 @@ class _Fetch:
         for sender in self._senders:
             with suppress(WeightSyncError):
                 self._handle(ShutdownRequest(sender=sender))
+
+
+class _JointFetch(_Fetch):
+    """One attempt at several sources, each of which sends the parts that it holds.
+
+    They are the ranks of one sender, in this order. The first makes the requests to this receiver,
+    and what they say to each other is passed on here.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Transport],
+        handle: Handle,
+        request: FetchRequest,
+        target: str,
+        stop: threading.Event,
+    ) -> None:
+        super().__init__(sources[0], handle, request, target, stop)
+        self._sources = list(sources)
+        self._mail: list[SimpleQueue[Mail]] = [SimpleQueue() for _ in sources]
+        self._outcomes: dict[int, FetchReply] = {}
+        self._ended_at = 0.0
+
+    def run(self) -> SyncReport:
+        """As of one source. Errors end with which rank is which source."""
+        try:
+            return super().run()
+        except WeightSyncError as exc:
+            told = copy.copy(exc)
+            ranks = ", ".join(f"rank {i} is {name}" for i, name in enumerate(self._names))
+            told.args = (f"{exc} ({ranks})", *exc.args[1:])
+            raise told from exc
+
+    def _polls(self) -> list[Callable[[], None]]:
+        found = super()._polls()
+        for place in range(len(self._sources)):
+            found += [partial(self._pass_on, place), partial(self._bring, place)]
+        return found
+
+    def _called(self, source: Transport, request: FetchRequest) -> FetchReply:
+        place = self._sources.index(source)
+        if request.turn == 0 and request.reply is None:
+            first = JointTurn(place=place, places=len(self._sources))
+            request = structs.replace(
+                request, address=_address_of(source.target), reply=to_builtins(first)
+            )
+        return super()._called(source, request)
+
+    def _pass_on(self, place: int) -> None:
+        """Take the mail of one source until it has ended, and give it to the others."""
+        source = self._sources[place]
+        request = structs.replace(self._request, poller=MAIL_FROM)
+        with self._failing():
+            while not self._over.is_set():
+                called_at = time.monotonic()
+                reply = self._called(source, request)
+                for mail in reply.mail:
+                    if mail.peer in (place, *range(len(self._sources), mail.peer + 1)):
+                        raise ProtocolError(f"{source.target} has mail for place {mail.peer}")
+                    self._mail[mail.peer].put(structs.replace(mail, peer=place))
+                if reply.problem is not None or reply.report is not None:
+                    self._note_outcome(place, reply)
+                    return
+                if reply == _NOTHING_YET and time.monotonic() - called_at < POLL_S / 2:
+                    self._over.wait(_TICK_S)
+                request = FetchRequest(
+                    fetch_id=request.fetch_id, poller=MAIL_FROM, turn=request.turn + 1
+                )
+
+    def _bring(self, place: int) -> None:
+        """Bring one source what the others have sent to it, and that the fetch has failed."""
+        source, turn = self._sources[place], 0
+        with self._failing():
+            while not self._over.is_set() and place not in self._outcomes:
+                mail = self._next_mail(place)
+                if mail:
+                    self._bring_mail(source, place, turn, mail)
+                    turn += 1
+        if self._error is not None and turn and place not in self._outcomes:
+            lost = Mail(kind="lost", peer=(place + 1) % len(self._sources))
+            with suppress(WeightSyncError):  # it may be the one that is lost
+                self._bring_mail(source, place, turn, [lost])
+
+    def _bring_mail(self, source: Transport, place: int, turn: int, mail: list[Mail]) -> None:
+        brought = JointTurn(place=place, places=len(self._sources), mail=mail)
+        request = structs.replace(
+            self._request,
+            address=_address_of(source.target),
+            poller=MAIL_TO,
+            turn=turn,
+            reply=to_builtins(brought),
+        )
+        self._called(source, request)
+
+    def _next_mail(self, place: int) -> list[Mail]:
+        """Return the mail to a source; wait for it for a moment."""
+        found: list[Mail] = []
+        with suppress(Empty):
+            found.append(self._mail[place].get(timeout=_TICK_S))
+            while True:
+                found.append(self._mail[place].get_nowait())
+        return found
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End the fetch with an error of the block."""
+        try:
+            yield
+        except WeightSyncError as exc:
+            self._end(error=exc)
+        except Exception as exc:  # noqa: BLE001  # a user's transport, or a bug: run() raises it
+            self._end(error=ProtocolError(f"the fetch failed: {type(exc).__name__}: {exc}"))
+
+    def _source_ended(self, answer: FetchReply) -> None:
+        self._note_outcome(0, answer)
+
+    def _note_outcome(self, place: int, answer: FetchReply) -> None:
+        """Keep the outcome of a source: the fetch ends when all have one, or a moment later."""
+        with self._lock:
+            self._outcomes.setdefault(place, answer)
+            self._ended_at = self._ended_at or time.monotonic()
+            all_ended = len(self._outcomes) == len(self._sources)
+        if all_ended:
+            self._end_with_outcome()
+
+    def _check_progress(self) -> None:
+        super()._check_progress()
+        if self._ended_at and time.monotonic() - self._ended_at > _LAST_MAIL_S:
+            self._end_with_outcome()
+
+    def _end_with_outcome(self) -> None:
+        """End with the outcome of the first source, if it has one: it knows of the others'."""
+        place = 0 if 0 in self._outcomes else min(self._outcomes)
+        answer = self._outcomes[place]
+        if answer.problem is not None:
+            self._end(error=from_problem(answer.problem, peer=self._sources[place].target))
+        elif answer.report is not None and place == 0:
+            self._end(report=self._checked(answer.report))
+
+    @property
+    def _sender(self) -> str:
+        return ", ".join(self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the sources; those that are not the only ones of a name have their rank."""
+        given = [source.target for source in self._sources]
+        return [
+            name if given.count(name) == 1 else f"{name} (rank {i})" for i, name in enumerate(given)
+        ]
+
+    def _peers(self, done: StepReply) -> dict[str, int]:
+        names = self._names
+        return {names[rank]: n for rank, n in done.sources.items() if rank < len(names)}
 
 
 def _address_of(target: str) -> str | None:

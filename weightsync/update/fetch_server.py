@@ -18,7 +18,9 @@ import torch
 from weightsync.backends.base import TransferOptions
 from weightsync.backends.registry import choose_backends
 from weightsync.errors import (
+    BackendUnavailableError,
     ConfigError,
+    ManifestMismatchError,
     NotReadyError,
     ProtocolError,
     SourceBusyError,
@@ -27,14 +29,16 @@ from weightsync.errors import (
 )
 from weightsync.ranks.comm import alone
 from weightsync.ranks.group import RankGroup
+from weightsync.ranks.relayed import RelayedComm
 from weightsync.ranks.worker import RankWorker
 from weightsync.report import SyncReport
-from weightsync.transports.polled import PolledTransport
+from weightsync.transports.polled import PolledTransport, joint_turn
 from weightsync.update.coordinator import Coordinator
 from weightsync.update.fleet import Fleet
 from weightsync.update.incoming import InUse
 from weightsync.update.paths import PathSelector
 from weightsync.update.session import ReceiverSession
+from weightsync.weights.sources.holdings import Holdings
 from weightsync.wire.messages import FetchReply, FetchRequest
 from weightsync.wire.problem import to_problem
 
@@ -45,6 +49,12 @@ MAX_FETCHES = 8
 _KEPT_S = 60.0
 """How long the outcome of a fetch is kept, for calls that are repeated."""
 _READING_S = 60.0
+_WORDS_TIMEOUT_FACTOR = 10.0
+"""How much longer than for progress a source waits for the words of others, which may transfer."""
+_NO_GATHER = (
+    "this receiver holds parts of tensors, and the one that fetches cannot read them from several "
+    "sources, so that nothing was fetched; fetch from a receiver that holds whole tensors"
+)
 
 
 class FetchServer:
@@ -100,7 +110,8 @@ class _Fetch:
 
     def __init__(self, session: ReceiverSession, instance: str, request: FetchRequest) -> None:
         self.ended_at: float | None = None
-        self.transport = PolledTransport(request.address, self._check_free)
+        joint = None if request.reply is None else joint_turn(request.reply)
+        self.transport = PolledTransport(request.address, self._check_free, joint)
         self._session = session
         self._instance = instance
         self._request = request
@@ -119,10 +130,12 @@ class _Fetch:
         self.ended_at = time.monotonic()  # first: with the reply the receiver may fetch again
         self.transport.end(reply)
 
-    def _send(self) -> SyncReport:
+    def _send(self) -> SyncReport | None:
+        """Send the weights in use, with other sources where the fetch is joint."""
         self._check_free()
+        mailbox = self.transport.mailbox
         with self._session.reading(_READING_S):
-            source = WeightsInUse(self._session, self._instance)
+            source = WeightsInUse(self._session, self._instance, parts=mailbox is not None)
         wanted = self._request.weights_id
         if wanted is not None and source.weights_id != wanted:
             raise ProtocolError(
@@ -131,25 +144,44 @@ class _Fetch:
             )
         backends, unusable = choose_backends(self._request.backend)
         options = TransferOptions(adopt=False, timeout_s=self._request.timeout_s)
-        ranks = alone()  # whatever other ranks this process has
-        group = RankGroup(RankWorker(source, options, ranks, backends, "off"), ranks)
+        timeout_s = _WORDS_TIMEOUT_FACTOR * options.timeout_s
+        # Whatever other ranks this process has.
+        ranks = alone() if mailbox is None else RelayedComm(mailbox, timeout_s=timeout_s)
+        worker = RankWorker(source, options, ranks, backends, "off")
+        worker.address = self.transport.local_address
+        group = RankGroup(worker, ranks)
+        if not group.leads:
+            with closing(group):
+                return group.serve().report
         with closing(group), closing(self._fleet(group)) as fleet:
             if wanted is not None:  # as part of a fleet, it may not generate with older weights
                 fleet.version = source.version
             paths = PathSelector(fleet, options, backends, ordered=False, unusable=unusable)
             coordinator = Coordinator(fleet, paths, takeover=False)
+            report: SyncReport | None = None
+            failed: BaseException | None = None
             try:
                 coordinator.membership.connect()
-                return coordinator.send(
+                if mailbox is not None:
+                    _check_spanning(group, paths)
+                report = coordinator.send(
                     source.version, source.label, rewind=True, weights_id=source.weights_id
                 )
             except VerificationError as exc:
+                failed = exc
                 if not source.changed:
                     raise
-                raise SourceBusyError("this receiver replaced the weights meanwhile") from exc
+                failed = SourceBusyError("this receiver replaced the weights meanwhile")
+                raise failed from exc
+            except BaseException as exc:
+                failed = exc
+                raise
             finally:
                 with suppress(WeightSyncError):
                     coordinator.membership.disconnect(leaves=True)
+                with suppress(WeightSyncError):
+                    group.finish(source.version, report=report, error=failed)
+            return report
 
     def _check_free(self) -> None:
         """Raise SourceBusyError where this would slow down an update of other receivers."""
@@ -173,16 +205,20 @@ class WeightsInUse:
     Where they are not those of an update as they were sent, `weights_id` is an id of their own: the
     sender of that update must not build on them.
 
-    Raises ConfigError where the receiver keeps no whole copy, SourceBusyError where the copy is
-    being overwritten.
+    With `parts`, it is one of several sources, and what it holds of each tensor are `holdings`.
+
+    Raises ConfigError where the receiver keeps no whole copy, or no parts, SourceBusyError where
+    they are being overwritten.
     """
 
-    def __init__(self, session: ReceiverSession, instance: str) -> None:
+    def __init__(self, session: ReceiverSession, instance: str, *, parts: bool = False) -> None:
         lifecycle = session.lifecycle
         self._session = session
         self.version, self.label = lifecycle.version, lifecycle.label
         starts, is_open = session.starts, session.open_update is not None
-        found = session.load_targets.in_use(lifecycle.weights_id)
+        targets, weights_id = session.load_targets, lifecycle.weights_id
+        found = targets.parts_in_use(weights_id) if parts else targets.in_use(weights_id)
+        self._places = found.places
         self.manifest, self._tensors = found.manifest, found.tensors
         self.weights_id = (
             lifecycle.weights_id if found.as_sent else _own_id(session, instance, found)
@@ -205,13 +241,27 @@ class WeightsInUse:
         self._held = lifecycle.weights_id, self.version, 0 if self._stays else starts
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors by name."""
+        """Yield the tensors by name. Raises ConfigError where these are parts."""
+        if self._places is not None:
+            raise ConfigError(_NO_GATHER)
         for spec, tensor in zip(self.manifest.specs, self._tensors, strict=True):
             yield spec.name, tensor
 
-    def stable_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors."""
-        return self._tensors
+    def stable_tensors(self) -> list[torch.Tensor] | None:
+        """Return the tensors, None where these are parts."""
+        return None if self._places is not None else self._tensors
+
+    def holdings(self) -> Holdings | None:
+        """Return the parts that this receiver holds, None where it holds whole tensors."""
+        if self._places is None:
+            return None
+        names = [self.manifest.specs[index].name for index, _ in self._places]
+        return Holdings(names, [box for _, box in self._places], lambda: self._tensors)
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The types of the devices of the tensors."""
+        return frozenset(tensor.device.type for tensor in self._tensors)
 
     @property
     def changed(self) -> list[str]:
@@ -224,6 +274,16 @@ class WeightsInUse:
         except NotReadyError:
             same = False
         return [] if same else [spec.name for spec in self.manifest.specs]
+
+
+def _check_spanning(group: RankGroup, paths: PathSelector) -> None:
+    """Raise an error unless each source sends its own parts: receivers never gather for others."""
+    if group.sends_streams:
+        return
+    why_not = group.worker.plan.why_not
+    if why_not:
+        raise ManifestMismatchError(f"the parts of these sources do not make a model: {why_not}")
+    raise BackendUnavailableError(f"{_NO_GATHER}: {paths.why_gathered}")
 
 
 def _own_id(session: ReceiverSession, instance: str, found: InUse) -> str:

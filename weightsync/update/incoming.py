@@ -31,6 +31,7 @@ from weightsync.weights.copying.checksums import to_hex
 from weightsync.weights.copying.copy_plan import Memory
 from weightsync.weights.copying.fingerprint import joined_totals, table_digest
 from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.deltas.change_log import DeltaTarget, StreamDeltas
 from weightsync.weights.deltas.coding import zstd
 from weightsync.weights.lines.memory import LineMemory, may_have_kernels
@@ -224,7 +225,8 @@ class InUse:
     `as_sent`: they are those of the last update, not cast, and nothing else has changed them.
     `token` is the same as long as nothing is seen to write to them: torch counts no write, and one
     line of each holds what it did. `is_copy`: they are not the tensors of a module, but those that
-    a hook was given, and nothing but an update may write there.
+    a hook was given, and nothing but an update may write there. `places` are the positions and the
+    boxes of parts of tensors; None for whole ones.
     """
 
     manifest: Manifest
@@ -233,6 +235,7 @@ class InUse:
     as_sent: bool
     token: str = ""
     is_copy: bool = False
+    places: Sequence[tuple[int, Slice]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +523,38 @@ class LoadTargets:
         tensors = [from_bytes(flat, spec) for flat, spec in zip(copy, specs, strict=True)]
         as_sent = self._are_as_sent(copy, weights_id)
         return InUse(layout.manifest, tensors, stays=False, as_sent=as_sent, is_copy=True)
+
+    def lends(self, weights_id: str) -> bool:
+        """Whether `parts_in_use` finds weights, as far as it is known without an inspection."""
+        return self._sink.holds_parts and self._whole is not None and self._held_id == weights_id
+
+    def parts_in_use(self, weights_id: str) -> InUse:
+        """Return the parts in use of the tensors of the update `weights_id`, as they were sent.
+
+        Raises ConfigError for a sink that holds no parts, and where other code has changed them, or
+        no update has sent them: nothing else says that the parts of several receivers belong to
+        each other.
+        """
+        layout = self._layout
+        if not self._sink.holds_parts or layout is None:
+            raise ConfigError(
+                "this receiver holds no parts of an update that others could fetch; fetch after "
+                "the next update"
+            )
+        parts = self._sink.parts_in_use(layout.manifest)
+        tensors = [tensor for _, _, tensor in parts]
+        if not self._are_as_sent(tensors, weights_id):
+            raise ConfigError(
+                "the parts of tensors that this receiver holds are not, or not any more, those of "
+                "one update; fetch after the next update of the whole model"
+            )
+        return InUse(
+            layout.manifest,
+            tensors,
+            stays=self.apply == "staged",
+            as_sent=True,
+            places=[(index, box) for index, box, _ in parts],
+        )
 
     def _are_as_sent(self, tensors: Sequence[torch.Tensor], weights_id: str) -> bool:
         """Whether the tensors of the layout are those of the update `weights_id`.

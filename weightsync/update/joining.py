@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.report import SyncReport
 from weightsync.shm.wait import HEARTBEAT_TIMEOUT_FACTOR
 from weightsync.transports.base import BaseTransport, Transport
 from weightsync.transports.calls import CallThreads
-from weightsync.update.fetch_client import fetch_from, fetch_from_first
+from weightsync.update.fetch_client import fetch_from, fetch_from_first, fetch_parts
 from weightsync.update.fleet import Fleet, MemberReply
 from weightsync.update.lifecycle import State
 from weightsync.wire.messages import Reply, Request, Status, StatusRequest
@@ -56,7 +57,7 @@ class Joining:
         if len(weights) != 1:  # none, or they have other weights under the same version
             return None
         self._weights = weights.pop()
-        sources = [answer for answer in ready if answer.status.fetchable]
+        sources = [a for a in ready if a.status.fetchable or a.status.lends]
         if not self._weights[1] or not sources:
             return None
         try:
@@ -104,19 +105,22 @@ class Joining:
             return source.status.device_keys[-1:] != status.device_keys[-1:]
 
         stop = threading.Event()
+        options: Any = {
+            "target": worker.target,
+            "timeout_s": timeout_s,
+            "weights_id": self._weights[1] if self._weights else None,
+            "delta_follows": self._delta_follows,
+            "stop": stop,
+        }
+        ordered = sorted(sources, key=distance)
         attempts = [
-            partial(
-                fetch_from,
-                source.member.transport,
-                handle,
-                target=worker.target,
-                timeout_s=timeout_s,
-                weights_id=self._weights[1] if self._weights else None,
-                delta_follows=self._delta_follows,
-                stop=stop,
-            )
-            for source in sorted(sources, key=distance)
+            partial(fetch_from, source.member.transport, handle, **options)
+            for source in ordered
+            if source.status.fetchable
         ]
+        lenders = [a.member.transport for a in ordered if a.status.lends]
+        if lenders:
+            attempts.append(partial(fetch_parts, lenders, handle, **options))
         held = partial(_status, worker, self._fleet.brief_s)
         future: Future[SyncReport] = Future()
         threads: CallThreads[SyncReport] = CallThreads()

@@ -283,6 +283,10 @@ class ResumeRequest(Message, frozen=True, kw_only=True):
 
 
 MAX_POLLERS = 8
+MAIL_FROM = 6
+"""The poller of a joint fetch whose replies have a source's mail."""
+MAIL_TO = 7
+"""The poller of a joint fetch whose requests have a source's mail."""
 
 
 class FetchRequest(Message, frozen=True, kw_only=True):
@@ -296,6 +300,7 @@ class FetchRequest(Message, frozen=True, kw_only=True):
     `address` is the address at which the caller reaches this host, `backend` as in `connect`,
     `timeout_s` bounds every wait for progress. With `weights_id`, of a fleet that the caller joins,
     only these weights are sent, as they were received, and it is CATCHING_UP until it has them.
+    Where several receivers send together, each of which says `lends`, `reply` is a JointTurn.
     """
 
     fetch_id: UpdateId
@@ -307,6 +312,30 @@ class FetchRequest(Message, frozen=True, kw_only=True):
     backend: BackendName = "auto"
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
     weights_id: UpdateId | None = None
+
+
+class Mail(ReplyMessage, frozen=True, kw_only=True):
+    """A short message between sources that send together, passed on by the receiver that fetches.
+
+    `peer` is the place of the source that it goes to, in a request that of the one it is from. Of
+    kind `word` the next one to this source, `note` a key for all, `lost`: that source is gone.
+    """
+
+    kind: Literal["word", "note", "lost"] = "word"
+    peer: Annotated[int, Meta(ge=0, lt=32_767)]
+    body: bytes = b""
+
+
+class JointTurn(ReplyMessage, frozen=True, kw_only=True):
+    """What a receiver says that fetches from several sources together, each of which has parts.
+
+    It is the `reply` of FetchRequests: of the first one of each poller, with the `place` of this
+    source among the `places` of all, and of those of the poller MAIL_TO, with the `mail` to it.
+    """
+
+    place: Annotated[int, Meta(ge=0, lt=32_767)]
+    places: Annotated[int, Meta(ge=2, le=32_767)]
+    mail: list[Mail] = []
 
 
 Request = (
@@ -387,8 +416,9 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     `stream_deltas` says that it takes lines of several ranks, each of its own stream.
     `senders` are the paths by which connected senders send, by sender id; `owner` is the last one
     that the receiver belonged to, alive or not. `fetchable` says that other receivers may fetch the
-    weights in use, by `fetch_weights`. `backends` are those that can be used here, each
-    with what it says of this process; `unusable_backends` the others, with the reason.
+    weights in use, by `fetch_weights`; `lends`, that it holds parts of them, which others may fetch
+    from those that hold all parts together. `backends` are those that can be used here, each with
+    what it says of this process; `unusable_backends` the others, with the reason.
     `protocol` is the newest protocol of the receiver, `protocol_min` the oldest. `set_id` is the
     same for the receivers of a server that finish an update of one id together, all or none.
     """
@@ -422,6 +452,7 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     stream_deltas: bool = False
     protocol_min: int = 1  # receivers that do not say it have protocol 1
     set_id: str | None = None
+    lends: bool = False
 
     @property
     def protocols(self) -> Protocols:
@@ -514,10 +545,11 @@ class CheckReply(ReplyMessage, frozen=True, kw_only=True):
 class FetchReply(ReplyMessage, frozen=True, kw_only=True):
     """The next request to the caller, as `{"call": …, "body": {…}}`; None: there is none yet.
 
-    At the end of the fetch, its `report` or its `problem`.
+    At the end of the fetch, its `report` or its `problem`. `mail` is for other sources of it.
     """
 
     request: Any = None
+    mail: list[Mail] = []
     report: SyncReport | None = None
     problem: Problem | None = None
 

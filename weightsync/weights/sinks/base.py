@@ -239,7 +239,9 @@ class WeightSink(ABC):
     the strongest level that its updates reach: `held` where what was written is read back, else
     `arrived`. weightsync.report.COMPARED has the meaning of both.
     `casts` accepts floating-point tensors of another dtype than declared. `fetchable` False: other
-    receivers may not fetch the weights in use. `keeps_views`: it keeps tensors that it is given.
+    receivers may not fetch the weights in use. `holds_parts`: it holds parts of tensors, which
+    others may fetch with those of the receivers that hold the rest. `keeps_views`: it keeps tensors
+    that it is given.
     `swaps` False: a commit changes nothing that a decode step uses, and need not wait for one.
     `may_cast`: floating-point tensors that it casts although `casts` is False, because receivers of
     one sender keep them in unlike dtypes; set it by `let_cast`. `quantization`: the
@@ -252,6 +254,7 @@ class WeightSink(ABC):
     may_cast: frozenset[str] = frozenset()
     quantization: Mapping[str, object] | None = None
     fetchable: bool = True
+    holds_parts: bool = False
     keeps_views: bool = False
     swaps: bool = True
 
@@ -358,6 +361,13 @@ class WeightSink(ABC):
         Staged, they keep their bytes until a commit.
         """
         return None
+
+    def parts_in_use(self, manifest: Manifest) -> list[tuple[int, Slice, torch.Tensor]]:
+        """Return the parts in use of the tensors of `manifest`, by their positions there.
+
+        Where it `holds_parts`, in the order in which a load target of that manifest has them.
+        """
+        return []
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 (16 hex digits) of the weights in use by name, aliases included.

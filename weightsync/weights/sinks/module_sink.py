@@ -1108,8 +1108,6 @@ class ShardedModuleSink(ModuleSink):
     process holds (partial sums, unknown placements).
     """
 
-    fetchable = False
-
     @_locked
     def destinations(self, layout: StreamLayout) -> Destinations:
         """Return a destination for each slice; tied tensors may hold different slices."""
@@ -1134,6 +1132,15 @@ class ShardedModuleSink(ModuleSink):
             for held in self._by_slice(group)
         ]
         return None if all(held.is_whole for _, held in found) else found
+
+    @_locked
+    def parts_in_use(self, manifest: Manifest) -> list[tuple[int, Slice, torch.Tensor]]:
+        """Return the parts that this process holds of these tensors."""
+        return [
+            (index, held, _readable(targets[0]))
+            for index, group in enumerate(self.targets(manifest))
+            for held, targets in self._by_slice(group).items()
+        ]
 
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return mix64 of tensors that this process holds in full.
@@ -1186,6 +1193,8 @@ class ShardedModuleSink(ModuleSink):
             for name, tensor, held in found
             if is_sharded(tensor)
         }
+        self.holds_parts = not all(held.is_whole for held in self._slices.values())
+        self.fetchable = not self.holds_parts
 
     def _slice(self, held: torch.Tensor) -> Slice:
         return self._slices.get(id(held)) or Slice.whole_of(tuple(held.shape))
