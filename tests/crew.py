@@ -75,6 +75,10 @@ class Crew:
         assert not failed, "\n".join(failed)
         return [result for _, result in outcomes.values()]
 
+    def alive(self) -> list[int]:
+        """Return the ranks whose processes live."""
+        return [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+
     def wake(self, rank: int) -> None:
         """Continue a rank that stopped itself."""
         os.kill(self._processes[rank].pid, signal.SIGCONT)

@@ -19,7 +19,7 @@ from weightsync.report import SyncReport
 from weightsync.runtime.tracebacks import concise
 from weightsync.shm.segment import cleanup_stale
 from weightsync.specs import Manifest
-from weightsync.transports.base import BaseTransport
+from weightsync.transports.base import Transport
 from weightsync.transports.factory import Target, Targets, TransportFactory, targets_of
 from weightsync.update.fetch_client import (
     NoSourceError,
@@ -27,6 +27,7 @@ from weightsync.update.fetch_client import (
     fetch_from_first,
     fetch_parts,
     holds_parts,
+    workers_of,
 )
 from weightsync.update.gate import OnCommit, OnHold, OnRelease
 from weightsync.update.lifecycle import ApplyChoice, State
@@ -460,7 +461,8 @@ def fetch(
     - `to`: a receiver in this process, or what `WeightReceiver` takes: then the weights are loaded
       once, and no receiver stays.
     - `sources`: URLs of receivers, or anything else that `connect` can send to. They are tried in
-      this order, until one has sent its weights. Where one passes an update on to other hosts, or
+      this order, until one has sent its weights. Those that hold parts of tensors (shards) are
+      tried last, together: see docs/sharding.md. Where one passes an update on to other hosts, or
       replaces its weights while it sends them, all are tried again, for `timeout_s` or three times.
     - `backend`, `token`, `verify_tls`, `timeout_s`: as in `connect`. A source has 20 seconds of
       that to answer at all.
@@ -468,7 +470,8 @@ def fetch(
     `to` gets the version and the label of the source, whatever it held before. Never run on a GPU.
 
     Raises the errors of the sources as one: SourceBusyError, ConnectError, NotReadyError,
-    ManifestMismatchError, VerificationError, ConfigError for one that keeps no whole copy. Raises
+    VerificationError, ConfigError for one that keeps no whole copy, ManifestMismatchError for
+    other tensors, and where the parts of several sources do not make them. Raises
     SenderConflictError where `to` belongs to a living sender, UpdateConflictError where another
     sender has updated it meanwhile. `to` is then as it was, unless it loads in place.
     """
@@ -483,22 +486,29 @@ def fetch(
         "timeout_s": timeout_s,
     }
 
+    lenders: list[Target] = []
+
     def attempt(source: Target) -> SyncReport:
-        workers = transports.every(source)  # each has the same weights
+        workers = transports.every(source)  # each has the same weights, or its parts of them
         try:
-            if holds_parts(workers[0]):
-                raise NoSourceError(f"{workers[0].target} holds parts of tensors")
             return fetch_from(workers[0], receiver.dispatch, **options)
+        except ConfigError:
+            if not holds_parts(workers[0]):
+                raise
+            lenders.append(source)
+            raise NoSourceError(f"{workers[0].target} holds parts of tensors") from None
         finally:
             for transport in workers:
                 transport.close()
 
     def attempt_parts() -> SyncReport:
         with ExitStack() as stack:
-            workers: list[BaseTransport] = []
-            for source in named:
-                with suppress(WeightSyncError):  # its own attempt has raised it
-                    workers += transports.every(source)
+            workers: list[Transport] = []
+            while lenders:
+                with suppress(WeightSyncError):  # it has answered, and is lost since
+                    for server in transports.every(lenders.pop(0)):
+                        stack.callback(server.close)
+                        workers += workers_of(server)
             for transport in workers:
                 stack.callback(transport.close)
             return fetch_parts(workers, receiver.dispatch, **options)

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastapi import FastAPI
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
+import weightsync as ws
 from tests.cli.running import (
     TOKEN,
     answer_of,
@@ -25,7 +28,10 @@ from tests.cli.test_push import held_by, version_of
 from tests.serve.servers import refused
 from tests.server import live
 from tests.server.live import make_app, serving
+from tests.weights.meshes import member, shard
 from weightsync.receiver import WeightReceiver
+from weightsync.server.dispatcher import Receiver
+from weightsync.server.workers import Workers, worker_path, workers_router
 
 pytestmark = pytest.mark.usefixtures("segments_closed")
 
@@ -145,3 +151,27 @@ def test_a_server_whose_source_is_gone_does_not_start() -> None:
     code, said = refused("--token", TOKEN, "--weights-from", "http://127.0.0.1:9")
     assert code == 3
     assert "http://127.0.0.1:9" in said.splitlines()[-1]
+
+
+def test_the_parts_of_a_servers_workers_make_whole_tensors(tmp_path: Path) -> None:
+    module = nn.ParameterDict({"rows": torch.randn(5, 7), "norm": torch.randn(3)})
+    receivers: dict[str, Receiver] = {}
+    for rank in range(2):
+        with member(rank, (2,)) as mesh:
+            held = nn.Module()
+            held.rows = nn.Parameter(shard(torch.zeros(5, 7), mesh, Shard(0)))
+            held.norm = nn.Parameter(shard(torch.zeros(3), mesh, Replicate()))
+        receivers[worker_path(rank)] = WeightReceiver(held)
+    workers = Workers(receivers, tensor_parallel=2)
+    app = FastAPI()
+    app.include_router(workers_router(workers, token=live.TOKEN))
+    with serving(app) as address:
+        with ws.connect(module, to=address, token=live.TOKEN) as sender:
+            sender.send_weights(4)
+        result = weightsync("pull", address, tmp_path / "pulled", token=live.TOKEN)
+    assert result.exit_code == 0, result.stderr
+    assert "version 4" in result.stdout
+    pulled = load_file(tmp_path / "pulled" / "model.safetensors")
+    assert pulled.keys() == module.keys()
+    assert all(torch.equal(pulled[name], module[name]) for name in pulled)
+    workers.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ import weightsync as ws
 from tests.e2e.models import digests
 from tests.e2e.serving import serve_http
 from tests.weights import trainer_models
+from weightsync.backends.rank_streams import RankStreamsEngine
+from weightsync.ranks.worker import RankWorker
 from weightsync.weights.copying import shards
 
 
@@ -53,31 +57,51 @@ class Wide(nn.Module):
         self.norm = nn.LayerNorm(512)
 
 
+class Odd(nn.Module):
+    """Tensors whose rows and columns are no multiples of 2 or 3, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.Linear(331, 1007, bias=False)
+        self.down = nn.Linear(1007, 331)
+        self.norm = nn.LayerNorm(5)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "wide": Wide,
+    "odd": Odd,
+    "decoder": trainer_models.plain,
+}
+
+
 def build(kind: str) -> nn.Module:
-    return Wide() if kind == "wide" else trainer_models.plain()
+    return KINDS[kind]()
 
 
-def shard(module: nn.Module) -> nn.Module:
-    """Shard the parameters of a module over all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def shard(module: nn.Module, copies: int = 1) -> nn.Module:
+    """Shard the parameters of a module over all ranks, or over as many groups as `copies`."""
+    size = dist.get_world_size() // copies
+    mesh = init_device_mesh("cpu", (size,) if copies == 1 else (copies, size))
     known: dict[int, nn.Parameter] = {}
     for prefix, part in module.named_modules():
         for key, parameter in list(part.named_parameters(recurse=False)):
             if id(parameter) not in known:
                 placed = placements_of(f"{prefix}.{key}", parameter)
+                placed = [*[Replicate()] * (mesh.ndim - 1), *placed]
                 made = distribute_tensor(parameter.detach().clone(), mesh, placed)
                 known[id(parameter)] = nn.Parameter(made)
             setattr(part, key, known[id(parameter)])
     return module
 
 
-def serve(rank: int, kind: str, apply: Any = "auto") -> str:
+def serve(rank: int, kind: str, apply: Any = "auto", copies: int = 1) -> str:
     """Serve a shard of a model of zeros, and return its URL."""
     module = build(kind)
     with torch.no_grad():
         for tensor in module.state_dict().values():
             tensor.zero_()
-    module = shard(module)
+    module = shard(module, copies)
     receiver = ws.WeightReceiver(module, apply=apply)
     listener = socket.create_server(("127.0.0.1", 0))
     mount, stop = serve_http(listener)
@@ -93,6 +117,30 @@ def held(rank: int) -> tuple[dict[str, str], int]:
     served = SERVED[-1]
     full = ((name, shards.gather(t)) for name, t in served.module.state_dict().items())
     return digests(full), served.shard_nbytes
+
+
+def fetch(rank: int, sources: list[str], backend: str = "auto") -> dict[str, Any]:
+    """Fetch the weights into this shard; return the report as plain data."""
+    return ws.fetch(SERVED[-1].receiver, sources, backend=backend, timeout_s=10).to_dict()
+
+
+def die_in_transfer(rank: int, at: int) -> None:
+    """Have rank `at` die while it sends its part to a receiver that fetches."""
+    if rank == at:
+
+        def die(self: RankWorker) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        RankWorker._check_all = die  # type: ignore[method-assign]  # the process ends
+
+
+def die_when_loading(rank: int) -> None:
+    """Have this process die while it loads its part."""
+
+    def die(self: RankStreamsEngine, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    RankStreamsEngine.receive_weights = die  # type: ignore[assignment,method-assign]  # it ends
 
 
 def version(rank: int) -> int:

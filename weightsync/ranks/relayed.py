@@ -18,7 +18,7 @@ import torch
 from weightsync.ranks.comm import _NOTES, RankComm, _Word
 from weightsync.ranks.watch import WatchOutcome
 from weightsync.runtime.interpreter_exit import TorchCalls
-from weightsync.transports.mailbox import Mailbox
+from weightsync.transports.polled import Mailbox
 
 _LOST_NOTE = f"{_NOTES}/lost"
 

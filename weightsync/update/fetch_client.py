@@ -28,7 +28,7 @@ from weightsync.errors import (
 )
 from weightsync.report import ReceiverReport, SyncReport
 from weightsync.shm.addresses import resolve
-from weightsync.transports.base import Transport
+from weightsync.transports.base import Transport, complete
 from weightsync.transports.polled import POLL_S
 from weightsync.wire import codec
 from weightsync.wire.messages import (
@@ -222,9 +222,22 @@ def fetch_parts(
 
 
 def holds_parts(source: Transport) -> bool:
-    """Whether a source has parts of tensors alone, as it says now."""
-    status = source.call(StatusRequest(), timeout_s=_STATUS_TIMEOUT_S)
+    """Whether a source has parts of tensors alone, as it says now; False where it says nothing."""
+    try:
+        status = source.call(StatusRequest(), timeout_s=_STATUS_TIMEOUT_S)
+    except WeightSyncError:
+        return False
     return isinstance(status, Status) and status.lends and not status.fetchable
+
+
+def workers_of(source: Transport) -> Sequence[Transport]:
+    """Return transports to all workers of a server, or that to a receiver that is one itself.
+
+    Raises TransportError where it does not answer.
+    """
+    status = source.call(StatusRequest(), timeout_s=_STATUS_TIMEOUT_S)
+    workers = status.workers if isinstance(status, Status) else []
+    return complete(source).expand(workers) if workers else [source]
 
 
 _Held = tuple[int, str]
@@ -640,27 +653,29 @@ class _JointFetch(_Fetch):
         self._note_outcome(0, answer)
 
     def _note_outcome(self, place: int, answer: FetchReply) -> None:
-        """Keep the outcome of a source: the fetch ends when all have one, or a moment later."""
+        """Keep the outcome of a source: the fetch ends when all have one, or a moment later.
+
+        An error ends it at once. Sources that agree on one have the same.
+        """
+        if answer.problem is not None:
+            self._end(error=from_problem(answer.problem, peer=self._names[place]))
         with self._lock:
             self._outcomes.setdefault(place, answer)
             self._ended_at = self._ended_at or time.monotonic()
             all_ended = len(self._outcomes) == len(self._sources)
         if all_ended:
-            self._end_with_outcome()
+            self._end_with_report()
 
     def _check_progress(self) -> None:
         super()._check_progress()
         if self._ended_at and time.monotonic() - self._ended_at > _LAST_MAIL_S:
-            self._end_with_outcome()
+            self._end_with_report()
 
-    def _end_with_outcome(self) -> None:
-        """End with the outcome of the first source, if it has one: it knows of the others'."""
-        place = 0 if 0 in self._outcomes else min(self._outcomes)
-        answer = self._outcomes[place]
-        if answer.problem is not None:
-            self._end(error=from_problem(answer.problem, peer=self._sources[place].target))
-        elif answer.report is not None and place == 0:
-            self._end(report=self._checked(answer.report))
+    def _end_with_report(self) -> None:
+        """End with the report of the first source, if it has made one."""
+        first = self._outcomes.get(0)
+        if first is not None and first.report is not None:
+            self._end(report=self._checked(first.report))
 
     @property
     def _sender(self) -> str:

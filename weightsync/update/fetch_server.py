@@ -10,8 +10,10 @@ import hashlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from itertools import combinations, starmap
 
 import torch
 
@@ -27,7 +29,7 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.ranks.comm import alone
+from weightsync.ranks.comm import RankComm, alone
 from weightsync.ranks.group import RankGroup
 from weightsync.ranks.relayed import RelayedComm
 from weightsync.ranks.worker import RankWorker
@@ -38,6 +40,10 @@ from weightsync.update.fleet import Fleet
 from weightsync.update.incoming import InUse
 from weightsync.update.paths import PathSelector
 from weightsync.update.session import ReceiverSession
+from weightsync.weights.copying.rank_streams import cut_box, index_in
+from weightsync.weights.copying.reshard import has_common
+from weightsync.weights.copying.shards import Slice
+from weightsync.weights.sources.exchange import decode_holdings, encode_holdings
 from weightsync.weights.sources.holdings import Holdings
 from weightsync.wire.messages import FetchReply, FetchRequest
 from weightsync.wire.problem import to_problem
@@ -147,6 +153,8 @@ class _Fetch:
         timeout_s = _WORDS_TIMEOUT_FACTOR * options.timeout_s
         # Whatever other ranks this process has.
         ranks = alone() if mailbox is None else RelayedComm(mailbox, timeout_s=timeout_s)
+        if mailbox is not None:
+            source.cut_with(ranks)
         worker = RankWorker(source, options, ranks, backends, "off")
         worker.address = self.transport.local_address
         group = RankGroup(worker, ranks)
@@ -219,6 +227,7 @@ class WeightsInUse:
         targets, weights_id = session.load_targets, lifecycle.weights_id
         found = targets.parts_in_use(weights_id) if parts else targets.in_use(weights_id)
         self._places = found.places
+        self._bases: list[torch.Tensor] | None = None
         self.manifest, self._tensors = found.manifest, found.tensors
         self.weights_id = (
             lifecycle.weights_id if found.as_sent else _own_id(session, instance, found)
@@ -256,7 +265,40 @@ class WeightsInUse:
         if self._places is None:
             return None
         names = [self.manifest.specs[index].name for index, _ in self._places]
-        return Holdings(names, [box for _, box in self._places], lambda: self._tensors)
+        boxes = [box for _, box in self._places]
+        bases = None if self._bases is None else lambda: self._bases or ()
+        return Holdings(names, boxes, lambda: self._tensors, bases=bases)
+
+    def cut_with(self, ranks: RankComm) -> None:
+        """Cut the parts where those of other sources of other cuts begin or end. Collective.
+
+        All have verified the same update, so that elements which several have are equal: as equal
+        boxes they are replicas.
+        """
+        held = self.holdings()
+        assert held is not None
+        assert self._places is not None
+        boxes_of: dict[int, dict[Slice, None]] = defaultdict(dict)
+        for told in map(decode_holdings, ranks.exchange(encode_holdings(held, self.manifest))):
+            if told.digest != self.manifest.digest:
+                return  # the ranks compare their manifests next, and raise
+            for index, box in told.listed():
+                boxes_of[index][box] = None
+        known: dict[tuple[Slice, ...], bool] = {}
+        places: list[tuple[int, Slice]] = []
+        tensors: list[torch.Tensor] = []
+        bases: list[torch.Tensor] = []
+        for (index, box), tensor in zip(self._places, self._tensors, strict=True):
+            all_boxes = tuple(boxes_of[index])
+            if all_boxes not in known:
+                known[all_boxes] = any(starmap(has_common, combinations(all_boxes, 2)))
+            parts = [part for part, _ in cut_box(box, all_boxes)] if known[all_boxes] else [box]
+            for part in parts:
+                places.append((index, part))
+                tensors.append(tensor if part == box else tensor[index_in(box, part)])
+                bases.append(tensor)
+        if len(places) > len(self._places):
+            self._places, self._tensors, self._bases = places, tensors, bases
 
     @property
     def device_types(self) -> frozenset[str]:

@@ -1,0 +1,155 @@
+"""Processes that hold parts of tensors, from which others fetch over HTTP; some die meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.crew import Crew, Died, crew
+from tests.e2e import shard_servers as servers
+from tests.e2e.models import digests
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Crew]:
+    with crew(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Crew]:
+    with crew(2) as made:
+        yield made
+
+
+def trained(kind: str, seed: int) -> nn.Module:
+    module = servers.build(kind)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+    return module
+
+
+def zeros(kind: str) -> nn.Module:
+    module = servers.build(kind)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    return module
+
+
+def full_of(module: nn.Module) -> dict[str, str]:
+    return digests(module.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+def test_from_three_to_a_whole_module_and_to_two(three: Crew, two: Crew, backend: str) -> None:
+    """Uneven rows and columns of 3 ranks to those of 2, and to a module with all."""
+    urls = three.run(servers.serve, "odd")
+    two.run(servers.serve, "odd")
+    trainer = trained("odd", 1)
+    try:
+        with ws.connect(trainer, to=urls) as sender:
+            sender.send_weights(5)
+        module = zeros("odd")
+        report = ws.fetch(module, urls, backend=backend)
+        assert full_of(module) == full_of(trainer)
+        (receiver,) = report.receivers
+        assert (report.version, report.verified, report.summed) == (5, "held", report.tensors)
+        assert sorted(receiver.peers) == sorted(urls)
+        assert sum(receiver.peers.values()) == report.nbytes
+        for one in two.run(servers.fetch, urls, backend):
+            assert (one["version"], one["verified"]) == (5, "held")
+            assert set(one["receivers"][0]["peers"]) <= set(urls)
+        for held, _ in two.run(servers.held):
+            assert held == full_of(trainer)
+    finally:
+        three.run(servers.end)
+        two.run(servers.end)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_peer_that_dies_in_the_middle(copies: int) -> None:
+    """With a replica of its part the others give all; else it is an error, and nothing changed."""
+    trainer, module = trained("wide", 1), zeros("wide")
+    receiver = ws.WeightReceiver(module)
+    with crew(2 * copies) as peers:
+        urls = peers.run(servers.serve, "wide", "auto", copies)
+        with ws.connect(trainer, to=urls) as sender:
+            sender.send_weights(5)
+        peers.run(servers.die_in_transfer, 1)
+        if copies == 1:
+            with pytest.raises(ws.WeightSyncError, match=urls[1]):
+                ws.fetch(receiver, urls, timeout_s=5)
+            assert full_of(module) == full_of(zeros("wide"))
+            status = receiver.status()
+            assert (status.version, status.state, status.senders) == (0, "READY", {})
+        else:
+            report = ws.fetch(receiver, urls, timeout_s=5)
+            assert full_of(module) == full_of(trainer)
+            assert urls[1] not in report.receivers[0].peers
+            assert sum(report.receivers[0].peers.values()) == report.nbytes
+        assert peers.alive() == [rank for rank in range(2 * copies) if rank != 1]
+    with ws.connect(trained("wide", 2), to=receiver) as sender:
+        sender.send_weights(6)
+    assert full_of(module) == full_of(trained("wide", 2))
+    receiver.close()
+
+
+@pytest.mark.parametrize("kind", ["whole", "parts"])
+def test_a_joiner_of_a_fleet(three: Crew, two: Crew, kind: str) -> None:
+    """It gets what the fleet holds, from all of it, whatever the source has become since."""
+    urls = three.run(servers.serve, "odd")
+    joining = two.run(servers.serve, "odd")
+    trainer, module = trained("odd", 1), zeros("odd")
+    receiver = ws.WeightReceiver(module)
+    try:
+        with ws.connect(trainer, to=urls) as sender:
+            sender.send_weights(5)
+            sent = full_of(trainer)
+            with torch.no_grad():
+                for parameter in trainer.parameters():
+                    parameter.add_(1)
+            targets: list[Any] = [receiver] if kind == "whole" else joining
+            for target in targets:
+                report = sender.add(target)
+                assert report is not None
+                assert (report.version, report.verified) == (5, "held")
+                assert set(report.receivers[0].peers) <= {*urls, *joining}
+                assert len(report.receivers[0].peers) > 1
+            held = [full_of(module)] if kind == "whole" else [d for d, _ in two.run(servers.held)]
+            assert held == [sent] * len(held)
+            sender.send_weights()
+            held = [full_of(module)] if kind == "whole" else [d for d, _ in two.run(servers.held)]
+            assert held == [full_of(trainer)] * len(held)
+    finally:
+        receiver.close()
+        three.run(servers.end)
+        two.run(servers.end)
+
+
+def test_a_joiner_that_dies_costs_the_peers_nothing(two: Crew) -> None:
+    urls = two.run(servers.serve, "wide")
+    trainer = trained("wide", 1)
+    try:
+        with ws.connect(trainer, to=urls) as sender:
+            sender.send_weights(5)
+            with crew(1) as joining:
+                joining.run(servers.serve, "wide")
+                joining.run(servers.die_when_loading)
+                (died,) = joining.run(servers.fetch, urls)
+                assert isinstance(died, Died)
+            sender.send_weights(6)
+        module = zeros("wide")
+        assert ws.fetch(module, urls).version == 6
+        assert full_of(module) == full_of(trainer)
+    finally:
+        two.run(servers.end)
