@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from torch import nn
 
 import weightsync as ws
 from tests.crew import Crew, Died, crew
+from tests.e2e import several_hosts
 from tests.e2e import shard_servers as servers
 from tests.e2e.models import digests
+from tests.e2e.several_hosts import sent_nbytes
+from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
+from weightsync.shm.segment import cleanup_stale
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -153,3 +159,48 @@ def test_a_joiner_that_dies_costs_the_peers_nothing(two: Crew) -> None:
         assert full_of(module) == full_of(trainer)
     finally:
         two.run(servers.end)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[HostNetwork]:
+    with host_network(5) as made:
+        yield made
+
+
+@pytest.mark.skipif(bool(limit_problem()), reason="needs root, and tc")
+@pytest.mark.parametrize("victim", [None, 1])
+def test_from_other_hosts_that_share_the_work(network: HostNetwork, victim: int | None) -> None:
+    """Two pairs of hosts with halves of the columns; one host is killed in the middle."""
+    first, *others = network.hosts
+    with ExitStack() as stack:
+        stack.callback(network.unlimit)
+        trainer = stack.enter_context(several_hosts.trainer(first))
+        joining = stack.enter_context(several_hosts.receivers(first))
+        hosts = [stack.enter_context(several_hosts.receivers(host)) for host in others]
+        peers = [
+            host.receiver("http", model="squares", shard=(i % 2, 2)) for i, host in enumerate(hosts)
+        ]
+        urls = [peer.url for peer in peers]
+        trainer.do("connect", urls, model="squares", backend="tcp", delta="off")
+        trainer.send(seed=1)
+        trainer.do("end_sender")
+        module = joining.receiver("http", model="squares")
+        before = [sent_nbytes(host) for host in others]
+        if victim is not None:
+            network.limit("50mbit")  # 17 MB, of which each link has a quarter
+            killer = threading.Timer(0.6, hosts[victim].kill)
+            killer.start()
+            stack.callback(killer.join)
+        report = module.fetch(urls, timeout_s=8.0)
+        sent = [sent_nbytes(host) - nbytes for host, nbytes in zip(others, before, strict=True)]
+        assert (report["path"], report["verified"], report["version"]) == ("tcp", "held", 1)
+        assert module.digests() == trainer.do("digests")
+        given = report["receivers"][0]["peers"]
+        assert sum(given.values()) == report["nbytes"]
+        if victim is None:
+            assert len(given) == 4
+            assert max(sent) < 1.1 * report["nbytes"] / 4
+        else:
+            assert set(given) == {*urls} - {urls[victim]}
+    for host in network.hosts:
+        host.call(cleanup_stale)
