@@ -38,7 +38,7 @@ __all__ = ["GROUP", "RayActorTransport", "WeightSyncActor", "remote"]
 
 GROUP = "weightsync"
 """The concurrency group of the control methods (verbs)."""
-GROUP_SIZE = 32  # an update, its retries, an abort, a status, and what 8 fetches ask for
+GROUP_SIZE = 48  # an update, its retries, an abort, a status, and what 8 fetches ask for
 
 Verb = Callable[..., Any]
 F = TypeVar("F", bound=Verb)

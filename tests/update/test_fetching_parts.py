@@ -182,6 +182,28 @@ def test_parts_from_a_whole_module(name: str) -> None:
             assert report.verified == "held"
 
 
+def test_a_receiver_that_fetches_goes_on_with_what_it_has() -> None:
+    """One that joins no fleet may generate until the commit."""
+    peers = holders(*MESHES["rows of 2"])
+    receiver = ws.WeightReceiver(whole(None))
+    seen: list[tuple[str, bool]] = []
+    with updated(peers):
+        dispatch: Any = receiver.dispatch
+
+        def look(request: Request) -> Reply:
+            reply: Reply = dispatch(request)
+            seen.append((receiver.status().state, receiver.may_generate))
+            return reply
+
+        receiver.dispatch = look  # type: ignore[method-assign]  # to look at it
+        ws.fetch(receiver, peers)
+    assert (
+        {"READY", "PREPARED"} <= {state for state, _ in seen} <= {"READY", "UPDATING", "PREPARED"}
+    )
+    assert all(may_generate for _, may_generate in seen)
+    receiver.close()
+
+
 def test_replicas_share_the_work() -> None:
     """Of equal parts each peer gives some; together they give the model once."""
     peers = holders(*MESHES["replicas"])

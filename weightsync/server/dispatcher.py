@@ -95,7 +95,7 @@ class AsyncDispatcher:
             "weight_info": self._reads,
             "abort_weight_update": interrupts,
             "resume": interrupts,
-            "fetch_weights": anyio.CapacityLimiter(32),
+            "fetch_weights": anyio.CapacityLimiter(64),
         }
 
     async def step(self, call: str, body: bytes) -> Response:

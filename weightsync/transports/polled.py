@@ -299,9 +299,12 @@ class PolledTransport(BaseTransport):
 def joint_turn(given: Any) -> JointTurn:
     """Return the JointTurn that is the `reply` of a request. Raises ProtocolError for others."""
     try:
-        return msgspec.convert(given, JointTurn)
+        turn = msgspec.convert(given, JointTurn)
     except msgspec.ValidationError as exc:
         raise ProtocolError(f"reply of a joint fetch: {exc}") from exc
+    if turn.place >= turn.places:
+        raise ProtocolError(f"reply of a joint fetch: of {turn.places} places none is {turn.place}")
+    return turn
 
 
 def _is_usable(address: str) -> bool:

@@ -192,14 +192,14 @@ def fetch_parts(
                     fetch_id=secrets.token_hex(16),
                     backend=backend,
                     timeout_s=timeout_s,
-                    weights_id=held[1],
+                    weights_id=weights_id,
                 )
                 if len(group) < 2:
                     raise ManifestMismatchError(
                         f"{group[0].target} holds parts of tensors, and no other source holds the "
                         f"rest of version {held[0]}; name those that do"
                     )
-                fetch = _JointFetch(group, handle, request, target, stop)
+                fetch = _JointFetch(group, held[1], handle, request, target, stop)
                 fetch.delta_follows = delta_follows
                 return fetch.run()
             except WeightSyncError as exc:
@@ -548,6 +548,7 @@ class _JointFetch(_Fetch):
     def __init__(
         self,
         sources: Sequence[Transport],
+        weights_id: str,
         handle: Handle,
         request: FetchRequest,
         target: str,
@@ -555,6 +556,7 @@ class _JointFetch(_Fetch):
     ) -> None:
         super().__init__(sources[0], handle, request, target, stop)
         self._sources = list(sources)
+        self._weights_id = weights_id
         self._mail: list[SimpleQueue[Mail]] = [SimpleQueue() for _ in sources]
         self._outcomes: dict[int, FetchReply] = {}
         self._ended_at = 0.0
@@ -578,11 +580,19 @@ class _JointFetch(_Fetch):
     def _called(self, source: Transport, request: FetchRequest) -> FetchReply:
         place = self._sources.index(source)
         if request.turn == 0 and request.reply is None:
-            first = JointTurn(place=place, places=len(self._sources))
+            first = self._turn(place)
             request = structs.replace(
                 request, address=_address_of(source.target), reply=to_builtins(first)
             )
         return super()._called(source, request)
+
+    def _turn(self, place: int, mail: Sequence[Mail] = ()) -> JointTurn:
+        return JointTurn(
+            place=place,
+            places=len(self._sources),
+            weights_id=self._weights_id,
+            mail=list(mail),
+        )
 
     def _pass_on(self, place: int) -> None:
         """Take the mail of one source until it has ended, and give it to the others."""
@@ -593,7 +603,7 @@ class _JointFetch(_Fetch):
                 called_at = time.monotonic()
                 reply = self._called(source, request)
                 for mail in reply.mail:
-                    if mail.peer in (place, *range(len(self._sources), mail.peer + 1)):
+                    if mail.peer == place or mail.peer >= len(self._sources):
                         raise ProtocolError(f"{source.target} has mail for place {mail.peer}")
                     self._mail[mail.peer].put(structs.replace(mail, peer=place))
                 if reply.problem is not None or reply.report is not None:
@@ -620,7 +630,7 @@ class _JointFetch(_Fetch):
                 self._bring_mail(source, place, turn, [lost])
 
     def _bring_mail(self, source: Transport, place: int, turn: int, mail: list[Mail]) -> None:
-        brought = JointTurn(place=place, places=len(self._sources), mail=mail)
+        brought = self._turn(place, mail)
         request = structs.replace(
             self._request,
             address=_address_of(source.target),

@@ -117,6 +117,7 @@ class _Fetch:
     def __init__(self, session: ReceiverSession, instance: str, request: FetchRequest) -> None:
         self.ended_at: float | None = None
         joint = None if request.reply is None else joint_turn(request.reply)
+        self._joint_id = None if joint is None else joint.weights_id
         self.transport = PolledTransport(request.address, self._check_free, joint)
         self._session = session
         self._instance = instance
@@ -142,7 +143,8 @@ class _Fetch:
         mailbox = self.transport.mailbox
         with self._session.reading(_READING_S):
             source = WeightsInUse(self._session, self._instance, parts=mailbox is not None)
-        wanted = self._request.weights_id
+        joins = self._request.weights_id is not None
+        wanted = self._request.weights_id or self._joint_id
         if wanted is not None and source.weights_id != wanted:
             raise ProtocolError(
                 f"this receiver does not use the weights {wanted} as they were sent: it uses "
@@ -162,7 +164,7 @@ class _Fetch:
             with closing(group):
                 return group.serve().report
         with closing(group), closing(self._fleet(group)) as fleet:
-            if wanted is not None:  # as part of a fleet, it may not generate with older weights
+            if joins:  # as part of a fleet, it may not generate with older weights
                 fleet.version = source.version
             paths = PathSelector(fleet, options, backends, ordered=False, unusable=unusable)
             coordinator = Coordinator(fleet, paths, takeover=False)

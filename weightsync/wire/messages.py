@@ -330,11 +330,13 @@ class JointTurn(ReplyMessage, frozen=True, kw_only=True):
     """What a receiver says that fetches from several sources together, each of which has parts.
 
     It is the `reply` of FetchRequests: of the first one of each poller, with the `place` of this
-    source among the `places` of all, and of those of the poller MAIL_TO, with the `mail` to it.
+    source among the `places` of all, and of those of the poller MAIL_TO, with the `mail` to it. All
+    of them have parts of the weights `weights_id`.
     """
 
     place: Annotated[int, Meta(ge=0, lt=32_767)]
     places: Annotated[int, Meta(ge=2, le=32_767)]
+    weights_id: UpdateId
     mail: list[Mail] = []
 
 
