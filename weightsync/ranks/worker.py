@@ -123,6 +123,8 @@ class RankWorker:
     `address` is that of this host for all readers, where it is known better here than on rank 0.
     """
 
+    address: str | None = None
+
     def __init__(
         self,
         source: WeightSource,
@@ -183,7 +185,6 @@ class RankWorker:
         self.is_apart = self._transfers = self._has_failed = False
         self.late: BaseException | None = None
         self._senders: set[int] = set()
-        self.address: str | None = None
         self.calls = TorchCalls()
 
     def rank_info(self) -> RankInfo:
