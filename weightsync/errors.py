@@ -178,9 +178,20 @@ def _cast_advice(
     if len(wanted | set(fitting)) == 1:
         return f"{said} in dtype only: dtype=torch.{wanted.pop()}"
     return (
-        f"{said} in dtype only, and dtype= would cast all others too: cast these alone in a "
-        'callable (docs/sources.md, "A cast for some of them"), or leave dtype out and give '
-        "WeightReceiver a ModuleSink(module, cast=True)"
+        f'{said} in dtype only: connect(dtype="receiver") casts each tensor to what the receiver '
+        "keeps, or give WeightReceiver a ModuleSink(module, cast=True)"
+    )
+
+
+def _quantized_advice(missing: Sequence[str], mismatched: Sequence[str]) -> str:
+    """Return what to do where the receiver has quantized weights, and these are not."""
+    wanted = [entry.partition(", wanted ")[2] for entry in mismatched]
+    has_scales = any("weight_scale" in entry for entry in (*missing, *mismatched))
+    if not has_scales and not any(dtype.startswith(("float8", "int8")) for dtype in wanted):
+        return ""
+    return (
+        'The receiver has quantized weights: connect(quantize="receiver"), or send the tensors of '
+        "a checkpoint that is quantized in the same way"
     )
 
 
@@ -234,7 +245,8 @@ class ManifestMismatchError(ProtocolError):
         )
         found = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in groups if names]
         advice = (
-            convert_experts(self.missing, self.unexpected)
+            _quantized_advice(self.missing, self.mismatched)
+            or convert_experts(self.missing, self.unexpected)
             or _adapter_advice(self.unexpected)
             or _rename_advice(self.missing, self.unexpected)
             or _cast_advice(self.missing, self.unexpected, self.mismatched, fitting)

@@ -296,12 +296,12 @@ def test_about_half_the_bytes_move() -> None:
 
 def test_memory_is_used_again_when_nobody_has_a_view_of_it() -> None:
     source = ws.QuantizedSource(nn.Sequential(*[Linears() for _ in range(3)]), "fp8_channel")
+    places = {t.data_ptr() for _, t in source.tensors() if t.dtype is torch.float8_e4m3fn}
+    assert len(places) == 1
     kept = dict(source.tensors())
-    again = [t.data_ptr() for _, t in source.tensors() if t.dtype is torch.float8_e4m3fn]
-    assert len(set(again)) == 1
-    source_again = dict(source.tensors())
+    again = dict(source.tensors())
     for name, tensor in kept.items():
-        assert_equal_bits((tensor, tensor), (source_again[name], source_again[name]))
+        assert_equal_bits((tensor, tensor), (again[name], again[name]))
 
 
 @pytest.mark.usefixtures("loops")
@@ -531,6 +531,17 @@ def test_what_receivers_say_of_their_scheme_and_cannot_be_done() -> None:
         ws.connect(model, to=first.handle, quantize="receiver")
     for receiver in (first, second, silent):
         receiver.close()
+
+
+def test_a_quantized_receiver_of_other_weights_says_so() -> None:
+    receiver = quantized_receiver(Linears(), config_of("fp8_channel"))
+    for model in (Linears(), {"up.weight": torch.ones(260, 200, dtype=torch.float8_e4m3fn)}):
+        with (
+            pytest.raises(ws.ManifestMismatchError, match=r'connect\(quantize="receiver"\)'),
+            ws.connect(model, to=receiver.handle) as sender,
+        ):
+            sender.send_weights()
+    receiver.close()
 
 
 def test_a_server_that_comes_back_with_another_scheme_is_refused() -> None:

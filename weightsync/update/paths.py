@@ -631,9 +631,8 @@ class PathSelector:
             return
         self._warned.add(answer.member)
         logger.warning(
-            "dtype= rounds %d tensors that %s %s: %s; to send them as they are, cast the others "
-            'alone in a callable (docs/sources.md, "A cast for some of them"), or leave dtype out '
-            "and let the receiver cast, as ModuleSink(module, cast=True) does",
+            'dtype= rounds %d tensors that %s %s: %s; dtype="receiver" casts each tensor to what '
+            "receivers keep, and without dtype a ModuleSink(module, cast=True) casts them",
             len(names),
             answer.member.target,
             seen,
