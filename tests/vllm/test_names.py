@@ -69,6 +69,7 @@ _IN_OBJECTS = {
     "LayerReloadingInfo.loaded_weights",
     "LayerReloadingInfo.restore_device",
     "LayerReloadingInfo.restore_metadata",
+    "ModelConfig.hf_config",
     "ModelConfig.hf_text_config",
     "RayVLLMWeightSyncClient.handles",
     "TrainerInitInfo.rank",

@@ -31,6 +31,7 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
     "updates": {
         "vllm.config": ("set_current_vllm_config",),
         "vllm.config.model": (
+            "ModelConfig.hf_config",
             "ModelConfig.hf_text_config",
             "ModelConfig.model",
             "ModelConfig.quantization",
