@@ -150,6 +150,33 @@ def test_a_receiver_that_may_cast_does_so_for_that_sender_alone() -> None:
         receiver.close()
 
 
+def test_receivers_that_are_added_later() -> None:
+    """They may keep any dtype of a tensor that receivers cast themselves, else the one sent."""
+    trained = Model(torch.float32)
+    exact = [Model(torch.float32), Model(torch.float32)]
+    rounded = [Model(torch.bfloat16), Model(torch.bfloat16), Model(torch.bfloat16)]
+    receivers = [ws.WeightReceiver(model) for model in (*exact, *rounded)]
+    a, b, c, d, e = (receiver.handle for receiver in receivers)
+    with ws.connect(trained, to=[a, c], dtype="receiver") as sender:
+        for added in (b, d):
+            step(trained)
+            sender.send_weights()
+            sender.add(added)
+            for model in (*exact[: 1 + (added is d)], *rounded[: 1 + (added is d)]):
+                assert_holds(model, trained)
+        step(trained)
+        sender.send_weights()
+    for model in (*exact, *rounded[:2]):
+        assert_holds(model, trained)
+    with ws.connect(trained, to=e, dtype="receiver") as sender:
+        with pytest.raises(ws.ManifestMismatchError, match="offered bfloat16"):
+            sender.add(a)
+        sender.send_weights()
+    assert_holds(rounded[2], trained)
+    for receiver in receivers:
+        receiver.close()
+
+
 def test_over_http_the_workers_of_a_server_say_it_together() -> None:
     trained = Model(torch.float32)
     served = [Model(torch.bfloat16), Model(torch.bfloat16, router=torch.float32)]
