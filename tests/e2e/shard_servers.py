@@ -124,14 +124,18 @@ def fetch(rank: int, sources: list[str], backend: str = "auto") -> dict[str, Any
     return ws.fetch(SERVED[-1].receiver, sources, backend=backend, timeout_s=10).to_dict()
 
 
-def die_in_transfer(rank: int, at: int) -> None:
-    """Have rank `at` die while it sends its part to a receiver that fetches."""
+def die_in_transfer(rank: int, at: int, by: str = "SIGKILL") -> None:
+    """Have rank `at` die, or stop, while it sends its part to a receiver that fetches."""
     if rank == at:
+        done: list[bool] = []
 
         def die(self: RankWorker) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if not done:
+                done.append(True)
+                os.kill(os.getpid(), signal.Signals[by])
+            self._check_own()
 
-        RankWorker._check_all = die  # type: ignore[method-assign]  # the process ends
+        RankWorker._check_all = die  # type: ignore[method-assign]  # once
 
 
 def die_when_loading(rank: int) -> None:

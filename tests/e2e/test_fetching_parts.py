@@ -142,6 +142,24 @@ def test_a_joiner_of_a_fleet(three: Crew, two: Crew, kind: str) -> None:
         two.run(servers.end)
 
 
+def test_a_peer_that_is_stopped_is_named_and_serves_again() -> None:
+    trainer, module = trained("wide", 1), zeros("wide")
+    receiver = ws.WeightReceiver(module)
+    with crew(2) as peers:
+        urls = peers.run(servers.serve, "wide")
+        with ws.connect(trainer, to=urls) as sender:
+            sender.send_weights(5)
+        peers.run(servers.die_in_transfer, 1, "SIGSTOP")
+        with pytest.raises(ws.TransportTimeout, match=f"{urls[1]} sent nothing"):
+            ws.fetch(receiver, urls, timeout_s=3)
+        assert full_of(module) == full_of(zeros("wide"))
+        assert receiver.status().state == "READY"
+        peers.wake(1)
+        assert ws.fetch(receiver, urls, timeout_s=20).version == 5
+        assert full_of(module) == full_of(trainer)
+    receiver.close()
+
+
 def test_a_joiner_that_dies_costs_the_peers_nothing(two: Crew) -> None:
     urls = two.run(servers.serve, "wide")
     trainer = trained("wide", 1)

@@ -181,7 +181,8 @@ def fetch_parts(
     SourceBusyError where one replaced its weights meanwhile, NoSourceError where none has parts.
     """
     stop = stop or threading.Event()
-    lenders, errors = _lenders(sources, weights_id)
+    answer_s = min(timeout_s, _STATUS_TIMEOUT_S)
+    lenders, errors = _lenders(sources, weights_id, answer_s)
     if not lenders:
         raise _with_all(errors[-1], errors) if errors else NoSourceError("no source holds parts")
     for held, listed in _by_weights(lenders).items():
@@ -207,7 +208,7 @@ def fetch_parts(
                 logger.info("nothing was fetched: %s", exc)
             if stop.is_set():
                 raise errors[-1]
-            still = _by_weights(_lenders(group, weights_id)[0])
+            still = _by_weights(_lenders(group, weights_id, answer_s)[0])
             left = still.get(held, [])
             if len(left) == len(group):
                 break
@@ -218,7 +219,9 @@ def fetch_parts(
             if not left:
                 break
             group = left
-    raise _with_all(errors[-1], errors)
+    busy = (error for error in errors if isinstance(error, SourceBusyError))
+    # Else the first one: that a part is missing may be for a source that was lost.
+    raise _with_all(next(busy, errors[0]), errors)
 
 
 def holds_parts(source: Transport) -> bool:
@@ -245,14 +248,14 @@ _Held = tuple[int, str]
 
 
 def _lenders(
-    sources: Sequence[Transport], weights_id: str | None
+    sources: Sequence[Transport], weights_id: str | None, answer_s: float
 ) -> tuple[list[tuple[Transport, Status]], list[WeightSyncError]]:
     """Return the sources that hold parts of weights, each once, and the errors of others."""
     found: dict[str, tuple[Transport, Status]] = {}
     errors: list[WeightSyncError] = []
     for source in sources:
         try:
-            status = source.call(StatusRequest(), timeout_s=_STATUS_TIMEOUT_S)
+            status = source.call(StatusRequest(), timeout_s=answer_s)
         except WeightSyncError as exc:
             errors.append(exc)
             continue
@@ -346,9 +349,11 @@ class _Fetch:
         if self._stop.is_set():
             self._end(error=ProtocolError("the fetch was given up"))
         elif not self._handling and silent_s > self._request.timeout_s:
-            self._end(
-                error=TransportTimeout(f"{self._source.target} sent nothing for {silent_s:.3g} s")
-            )
+            self._end(error=TransportTimeout(f"{self._silent()} sent nothing for {silent_s:.3g} s"))
+
+    def _silent(self) -> str:
+        """Return the name of what has sent nothing."""
+        return self._source.target
 
     def _poll(self, poller: int) -> None:
         request = structs.replace(self._request, poller=poller)
@@ -559,6 +564,7 @@ class _JointFetch(_Fetch):
         self._weights_id = weights_id
         self._mail: list[SimpleQueue[Mail]] = [SimpleQueue() for _ in sources]
         self._outcomes: dict[int, FetchReply] = {}
+        self._answered_at = [time.monotonic()] * len(self._sources)
         self._ended_at = 0.0
 
     def run(self) -> SyncReport:
@@ -602,6 +608,7 @@ class _JointFetch(_Fetch):
             while not self._over.is_set():
                 called_at = time.monotonic()
                 reply = self._called(source, request)
+                self._answered_at[place] = time.monotonic()
                 for mail in reply.mail:
                     if mail.peer == place or mail.peer >= len(self._sources):
                         raise ProtocolError(f"{source.target} has mail for place {mail.peer}")
@@ -686,6 +693,16 @@ class _JointFetch(_Fetch):
         first = self._outcomes.get(0)
         if first is not None and first.report is not None:
             self._end(report=self._checked(first.report))
+
+    def _silent(self) -> str:
+        """Return the names of those that do not answer, else of all: one waits for another."""
+        now = time.monotonic()
+        late = [
+            name
+            for name, at in zip(self._names, self._answered_at, strict=True)
+            if now - at > 2 * POLL_S
+        ]
+        return ", ".join(late) or self._sender
 
     @property
     def _sender(self) -> str:
