@@ -4,11 +4,12 @@
 
 Hosts are network namespaces of this machine on a switch; `tc` limits what each sends and receives.
 Each trainer host has one rank of FSDP2, each receiving host one worker, which holds the columns of
-a part of each tensor, or the whole module. Three trainers send the same bf16 model: the ranks, each
-what it holds; the ranks, from a source that only makes full tensors, so that they gather and rank 0
-feeds a chain of hosts; and one process that has the whole model. Seconds, and the bytes that the
-kernel counts on each trainer host's way out, are medians of whole updates. At the end the weights
-are doubled and sent once more, and each receiver compares all that it holds. Needs root.
+a part of each tensor, or the whole module. Four trainers send the same bf16 model: the ranks, each
+what it holds; the same by `nixl`; the ranks, from a source that only makes full tensors, so that
+they gather and rank 0 feeds a chain of hosts; and one process that has the whole model. Seconds,
+and the bytes that the kernel counts on each trainer host's way out, are medians of whole updates.
+At the end the weights are doubled and sent once more, and each receiver compares all that it holds.
+Needs root.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ TENSORS, COLUMNS = 64, 1024
 PORT, STORE_PORT = 8600, 8700
 WAIT_S = 300.0
 
-Trainer = Literal["streams", "gathers", "one"]
+Trainer = Literal["streams", "nixl", "gathers", "one"]
 SENT_BY: dict[Trainer, str] = {
     "streams": "each rank, what it holds",
+    "nixl": "each rank, what it holds, by `nixl`",
     "gathers": "rank 0, what all gathered",
     "one": "one process that has all",
 }
@@ -124,7 +126,8 @@ def send(
         fully_shard(model)
     source: Any = Gathered(model) if kind == "gathers" else model
     seconds, sent = [], []
-    with ws.connect(source, to=urls, delta="off", timeout_s=WAIT_S) as sender:
+    by = "nixl" if kind == "nixl" else "tcp"
+    with ws.connect(source, to=urls, backend=by, delta="off", timeout_s=WAIT_S) as sender:
         sender.send_weights()
         for _ in range(rounds):
             dist.barrier()
@@ -219,7 +222,7 @@ HEAD = (
 
 
 def rows_of(found: Sequence[Row]) -> list[str]:
-    """Return the rows of a table, of the three trainers to the same receivers."""
+    """Return the rows of a table, of the trainers to the same receivers."""
     seconds = {row.trainer: row.update_s for row in found}
     lines = []
     for row in found:

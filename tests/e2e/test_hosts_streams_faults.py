@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
 import weightsync as ws
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote, wait_until
+from tests.e2e.sabotage import Act, Step
 from tests.e2e.several_hosts import Trainer, half_reachable, sent_nbytes, together, told
 from tests.e2e.test_hosts_chain import BUCKET_NBYTES, MIDDLE_S, RATE, TIMEOUT_S, stopped
 from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
@@ -40,8 +43,13 @@ class Crossed:
         self.hosts = [stack.enter_context(several_hosts.receivers(h)) for h in network.hosts[2:]]
         self.fleet: list[Remote] = []
 
-    def connect(self, places: Sequence[int] = (0, 1), **options: object) -> None:
-        self.fleet = [self.hosts[place].receiver("http", model="squares") for place in places]
+    def connect(
+        self, places: Sequence[int] = (0, 1), apply: Sequence[str] = (), **options: object
+    ) -> None:
+        self.fleet = [
+            self.hosts[place].receiver("http", model="squares", apply=each)
+            for place, each in zip(places, apply or ["staged"] * len(places), strict=True)
+        ]
         self.crew = self._stack.enter_context(
             several_hosts.ranks(*self.network.hosts[:2], model="squares")
         )
@@ -172,6 +180,59 @@ def test_a_trainer_host_that_is_cut_off_commits_nowhere(
         wait_until(lambda: are_ready(crossed.fleet), "the update's end")
     assert [remote.digests() for remote in crossed.fleet] == held
     assert [remote.reading() for remote in crossed.fleet] == [1, 1]
+
+
+CELLS = list(
+    itertools.product(
+        ("start", "load", "finish"), ("raise", "die"), ("staged", "in_place"), ("tcp", "nixl")
+    )
+)
+QUICK = {
+    ("load", "die", "staged", "nixl"),
+    ("load", "raise", "in_place", "tcp"),
+    ("finish", "die", "in_place", "nixl"),
+}
+"""Of the fault matrix with two trainer hosts; all cells are run in a soak."""
+
+
+@pytest.mark.parametrize(
+    ("step", "act", "apply", "backend"),
+    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.soak) for cell in CELLS],
+)
+def test_a_receiver_fails_at_a_step(
+    crossed: Crossed, step: Step, act: Act, apply: str, backend: str
+) -> None:
+    """Survivors hold one known version, all ranks name the victim, and the next update heals."""
+    crossed.connect(apply=(apply, apply, "staged"), places=(0, 1, 1), backend=backend)
+    crossed.send(1)
+    known = {1: crossed.crew[0].do("digests")}
+    victim, *survivors = crossed.fleet
+    victim.sabotage(step, act)
+    crossed.begin(2, None)
+    outcomes = [outcome_of(rank) for rank in crossed.crew]
+    known[2] = crossed.crew[0].do("digests")
+    if act == "raise" and not isinstance(outcomes[0], Exception):
+        # One that cannot go back, and raises once, is sent the weights again.
+        assert step == "finish" or apply == "in_place"
+        crossed.check(2, crossed.fleet)
+    else:
+        assert all(victim.url in told(error) for error in outcomes), outcomes
+        versions = {remote.reading(timeout_s=TIMEOUT_S) for remote in survivors}
+        (version,) = versions
+        late = {2} if step == "finish" else {1}
+        assert version in (late if apply == "staged" else late | {2})
+        assert all(remote.digests() == known[version] for remote in survivors)
+    if act == "die":
+        together(crossed.crew, "call", "remove", victim.url)
+    healed = crossed.send(3)
+    crossed.check(healed.version, survivors if act == "die" else crossed.fleet)
+
+
+def outcome_of(rank: Trainer) -> Any:
+    try:
+        return rank.end(timeout_s=processes.WAIT_S)
+    except ws.WeightSyncError as exc:
+        return exc
 
 
 def are_ready(fleet: Sequence[Remote]) -> bool:
