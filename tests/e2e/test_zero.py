@@ -46,12 +46,15 @@ def test_nothing_is_gathered(
             for _, full in sent:
                 full.pop("head.weight")
         check_sent(sent, to, version)
+        full = sent[0][1]
         report = sent[0][0].result
         assert report.gathered == {}
         assert report.verified == ("arrived" if place.get("sink") == "hook" else "held")
         (receiver,) = report.receivers
         assert set(receiver.sources) == set(range(len(sent)))
         assert sum(receiver.sources.values()) == report.nbytes
+    alone, *_ = ranks.run(zero_ranks.train_alone, settings, 3)
+    assert {name: alone[name] for name in full} == full, "to be sent changed what is trained"
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)

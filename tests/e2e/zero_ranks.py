@@ -105,3 +105,11 @@ def run_page(rank: int, to: str) -> Digests:
     names = {"ws": ws, "trained": trainer.engine, "url": to, "batches": range(2), "train": train}
     exec(EXAMPLES[FLAT], names)
     return trainer.full()
+
+
+def train_alone(rank: int, settings: dict[str, Any], steps: int) -> Digests:
+    """Return the model after some steps that nobody watches."""
+    trainer = ZeroTrainer(settings)
+    for _ in range(steps):
+        trainer.step()
+    return trainer.full()
