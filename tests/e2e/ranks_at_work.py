@@ -225,6 +225,16 @@ def generate_and_send(rank: int) -> tuple[Seen, Digests]:
     return seen(kept().sender.send_weights), kept().full()
 
 
+def train_alone(rank: int, kind: str, steps: int) -> Digests:
+    """Return the model after some steps that nobody watches."""
+    trainer = Trainer.__new__(Trainer)
+    trainer.kind = kind
+    trainer.source = trainer.model = MODELS[kind]()
+    for _ in range(steps):
+        trainer.step()
+    return trainer.full()
+
+
 def full_of_kept(rank: int) -> Digests:
     return kept().full()
 

@@ -51,14 +51,16 @@ def test_nothing_is_gathered(
             assert sum(receiver.sources.values()) == report.nbytes
 
 
-@pytest.mark.parametrize("kind", ["flat_kept", "flat_originals"])
+@pytest.mark.parametrize("kind", ["flat", "flat_kept", "flat_originals"])
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_after_a_forward_pass_alone(ranks: Crew, host: Host, kind: str) -> None:
-    """What the optimizer writes next is the shard, and that is sent."""
+    """What the optimizer writes next is the shard, that is sent, and it trains on."""
     to = receivers(host, 1)
     start(ranks, to, kind)
     for version in (1, 2, 3):
-        check_sent(ranks.run(work.generate_and_send), to, version)
+        sent = ranks.run(work.generate_and_send)
+        check_sent(sent, to, version)
+    assert ranks.run(work.train_alone, kind, 3) == [full for _, full in sent]
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
