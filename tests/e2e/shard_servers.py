@@ -72,6 +72,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "wide": Wide,
     "odd": Odd,
     "decoder": trainer_models.plain,
+    "plain": trainer_models.plain,
 }
 
 

@@ -15,17 +15,17 @@ from tests.e2e.test_ranks import SMALL, check_sent, receivers
 
 @pytest.fixture(scope="module")
 def crews() -> Iterator[dict[int, Crew]]:
-    with crew(3) as three:
-        yield {3: three}
+    with crew(2) as two:
+        yield {2: two}
 
 
 CASES: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    (3, {}, {}, {}),
-    (3, {}, {"packed": True, **SMALL}, {"apply": "in_place"}),
-    (3, {"bf16": True}, {}, {"model": "decoder-bfloat16", "sink": "hook"}),
-    (3, {"stage3_param_persistence_threshold": 1 << 20}, {}, {}),
-    (3, {"offload_param": {"device": "cpu"}}, {}, {}),
-    (3, {"stage": 2}, {}, {}),
+    (2, {}, {}, {}),
+    (2, {}, {"packed": True, **SMALL}, {"apply": "in_place"}),
+    (2, {"bf16": True}, {}, {"model": "decoder-bfloat16", "sink": "hook"}),
+    (2, {"stage3_param_persistence_threshold": 1 << 20}, {}, {}),
+    (2, {"offload_param": {"device": "cpu"}}, {}, {}),
+    (2, {"stage": 2}, {}, {}),
 ]
 
 
@@ -57,7 +57,7 @@ def test_nothing_is_gathered(
     assert {name: alone[name] for name in full} == full, "to be sent changed what is trained"
 
 
-@pytest.mark.parametrize("ranks", [3], indirect=True)
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_the_example_of_the_page(ranks: Crew, host: Host) -> None:
     (to,) = receivers(host, 1)
     full, *_ = ranks.run(zero_ranks.run_page, to.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from tests.weights.test_docs_sources import EXAMPLES, FLAT
 from tests.weights.trainer_models import plain
 from weightsync.weights.sinks.module_sink import strip_wrappers
 
+PLACE = f"{sys.prefix}/deepspeed"
+"""Where `make venv` puts DeepSpeed: what finds it among other packages imports it, too."""
 KEPT: list[ZeroTrainer] = []
 
 
@@ -37,12 +40,16 @@ class ZeroTrainer:
     def __init__(self, settings: dict[str, Any]) -> None:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=size)
+        if PLACE not in sys.path:
+            sys.path.append(PLACE)
         with their_warnings():
             self.engine = self.make_engine(settings)
 
     def make_engine(self, settings: dict[str, Any]) -> Any:
         import deepspeed
 
+        # It would compile an extension for half a minute, for faster collectives on one host.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo")
         self.gathered = deepspeed.zero.GatheredParameters
         model = plain()
