@@ -203,7 +203,9 @@ def test_a_receiver_fails_at_a_step(
     crossed: Crossed, step: Step, act: Act, apply: str, backend: str
 ) -> None:
     """Survivors hold one known version, all ranks name the victim, and the next update heals."""
-    crossed.connect(apply=(apply, apply, "staged"), places=(0, 1, 1), backend=backend)
+    # No timeout has to end here, and none may on a busy machine.
+    patient = {"timeout_s": 10 * TIMEOUT_S, "backend": backend}
+    crossed.connect(apply=(apply, apply, "staged"), places=(0, 1, 1), **patient)
     crossed.send(1)
     known = {1: crossed.crew[0].do("digests")}
     victim, *survivors = crossed.fleet
