@@ -176,3 +176,12 @@ class TestZero:
         model.weight.data = torch.empty(0)
         with pytest.raises(ws.ConfigError, match="in pieces of DeepSpeed's ZeRO-3"):
             ModuleSource(model)
+
+    @pytest.mark.usefixtures("alone")
+    def test_a_split_among_other_ranks_than_the_group_is_refused(self) -> None:
+        """MiCS: the place of a rank in the group does not tell which run it has."""
+        model = self.marked(ds_numel=6, ds_process_group=None, part={"ds_numel": 3})
+        with pytest.raises(ws.ConfigError, match="split among a part of the ranks"):
+            as_source(model)
+        model.weight.ds_tensor.ds_numel = 6
+        assert isinstance(as_source(model), FlatSource)

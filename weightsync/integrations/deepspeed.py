@@ -93,6 +93,17 @@ def _is_of_expert(tensor: Any) -> bool:
     return _is_split(tensor) and not getattr(tensor, "allreduce", True)
 
 
+def _is_in_part_of_ranks(tensor: Any) -> bool:
+    """Whether fewer ranks than those of the group share a parameter, as MiCS has it.
+
+    Which run a rank has is then not told by its place in the group.
+    """
+    if not _is_split(tensor) or tensor.ds_tensor is None:
+        return False
+    ranks = dist.get_world_size(tensor.ds_process_group)
+    return ranks < 1 or tensor.ds_tensor.ds_numel != -(-tensor.ds_numel // ranks)
+
+
 def _is_replaced(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "ds_is_replaced_module", False))
 
@@ -102,4 +113,5 @@ _REFUSED = {
     "are of experts, which every rank names from 0": _is_of_expert,
     "are quantized by ZeRO-3": _is_quantized,
     "are offloaded to a disk by ZeRO-3": _is_on_disk,
+    "are split among a part of the ranks (MiCS)": _is_in_part_of_ranks,
 }

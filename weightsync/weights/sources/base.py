@@ -1094,7 +1094,9 @@ def as_source(
     """
     if isinstance(source, nn.Module):
         made = provided("source")(source, dtype=dtype, rename=rename)
-        return made or ModuleSource(source, dtype=dtype, rename=rename)
+        if made is not None:
+            return cast("WeightSource", made)
+        return ModuleSource(source, dtype=dtype, rename=rename)
     if isinstance(source, Mapping):
         return StateDictSource(source, dtype=dtype, rename=rename)
     if all(hasattr(source, name) for name in ("manifest", "tensors", "stable_tensors")):
