@@ -40,6 +40,12 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (2, "fsdp", {}, {"sink": "hook", "apply": "in_place"}),
     (3, "fsdp", {"packed": True, **SMALL}, {"sink": "hook", "apply": "in_place"}),
     (4, "tensor_parallel", SMALL, {"sink": "hook", "apply": "in_place"}),
+    (2, "flat", {}, {}),
+    (3, "flat_originals", {}, {"apply": "in_place"}),
+    (3, "flat", {"packed": True, **SMALL}, {"sink": "hook"}),
+    (2, "flat_originals", {"dtype": torch.bfloat16}, {"model": "decoder-bfloat16"}),
+    (4, "flat_hybrid", {}, {}),
+    (2, "flat_kept", {}, {"sink": "hook", "apply": "in_place"}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What of another system `connect` takes as a source: models and objects that it recognises."""
+"""Models and objects of other systems that `connect` takes as sources."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class _RelayedGroup:
 
 
 class _RelayedWatch:
-    """What RankComm asks a RankWatch, from the notes that were passed on."""
+    """The members of RankWatch that RankComm uses, by the notes that were passed on."""
 
     def __init__(self, mailbox: Mailbox, timeout_s: float) -> None:
         self.limit_s = timeout_s
@@ -181,7 +181,7 @@ class _RelayedWatch:
 
 
 class _Survivors:
-    """What RankComm asks a StoreRendezvous."""
+    """The members of StoreRendezvous that RankComm uses."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
