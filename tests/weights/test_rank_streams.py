@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -19,7 +21,9 @@ from tests.weights.test_reshard import Case, cases, cut, random_tensor
 from weightsync.backends.ipc.memory import held_tensors, register
 from weightsync.backends.rank_streams import parts_in
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, TransferError
+from weightsync.ranks.replicas import ReplicaCheck
 from weightsync.ranks.streams import StreamSource, encode_held, plan_streams
+from weightsync.ranks.update_source import ModelComparison
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import as_bytes
@@ -247,6 +251,18 @@ def test_a_plan_says_why_there_is_none() -> None:
     assert (plan.why_not, plan.hosts, plan.has_replicas) == ("", [0, 1], False)
     assert plan_streams(model, [known, elsewhere, known]).has_replicas
     assert "elements that no rank holds" in plan_streams(model, [known, known]).why_not
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_boxes_that_one_rank_holds_are_not_read_for_a_comparison(
+    streams: bool, replicas: bool
+) -> None:
+    two: Any = SimpleNamespace(size=2)
+    nothing: Any = None
+    comparison = ModelComparison(ReplicaCheck(two, "always"), nothing, None, ["w"])
+    comparison.sends_streams, comparison.has_replicas = streams, replicas
+    assert comparison.is_next is (replicas or not streams)
 
 
 def test_what_several_ranks_make_in_their_iterations_is_gathered() -> None:
