@@ -22,7 +22,7 @@ from weightsync.report import SyncReport
 from weightsync.runtime.tracebacks import concise
 from weightsync.sender import WeightSender, connect
 from weightsync.transports.calls import CallThreads
-from weightsync.transports.factory import Targets
+from weightsync.transports.factory import Targets, targets_of, twins_of
 from weightsync.update.lifecycle import version_after
 from weightsync.update.sets import SetUpdate
 
@@ -41,8 +41,9 @@ def connect_set(
     - `sources`: what `connect` takes, one for each part. Each is sent to the receiver at its own
       path below `to`, as an AdapterSource is; a model to the URL itself. A mapping has the path of
       each part: `{"": policy, "draft": draft}`.
-    - `to`: a URL, or several, each with a receiver for every part (see `WeightReceiver(beside=)`);
-      `weightsync serve` and vLLM servers have them for their model and for adapters.
+    - `to`: a URL, or several, or transports, each with a receiver for every part (see
+      `WeightReceiver(beside=)`); `weightsync serve` and vLLM engines have them for their model and
+      for adapters.
     - `options`: as in `connect`, for all parts, without `on_failure`, `process_group` and `at`.
 
     Raises the errors of `connect`; ConfigError for fewer than two parts, for two of the same path,
@@ -61,9 +62,12 @@ def connect_set(
         parts = [(None, source) for source in sources]
     if len(parts) < 2:
         raise ConfigError(f"a set has two parts at least, and this has {len(parts)}; use connect()")
+    of_parts = [targets_of(to, "to=")]
+    of_parts += [twins_of(of_parts[0]) for _ in parts[1:]]
     with ExitStack() as opened:
         senders = [
-            opened.enter_context(connect(source, to, at=path, **options)) for path, source in parts
+            opened.enter_context(connect(source, of_part, at=path, **options))
+            for (path, source), of_part in zip(parts, of_parts, strict=True)
         ]
         targets = [target for sender in senders for target in sender.targets]
         if len(set(targets)) < len(targets):

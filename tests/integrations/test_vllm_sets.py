@@ -12,7 +12,8 @@ import weightsync as ws
 from tests.integrations.vllm_workers import Endpoints, Workers
 from weightsync.integrations.vllm import rpc
 from weightsync.integrations.vllm import server as vllm_server
-from weightsync.wire.messages import FinishRequest
+from weightsync.transports.factory import TransportFactory
+from weightsync.wire.messages import FinishRequest, StatusRequest
 
 PATH = "adapters/policy"
 
@@ -30,8 +31,8 @@ class SetOfWorkers:
         ]
         self.base, self.part = torch.nn.Linear(40, 40), torch.nn.Linear(8, 8)
 
-    def connect(self) -> ws.SetSender:
-        return ws.connect_set({"": self.base, PATH: self.part}, to=self.url, timeout_s=5)
+    def connect(self, to: Any = None) -> ws.SetSender:
+        return ws.connect_set({"": self.base, PATH: self.part}, to=to or self.url, timeout_s=5)
 
     def train(self) -> None:
         for model in (self.base, self.part):
@@ -105,6 +106,18 @@ def test_both_parts_commit_in_one_round_while_generation_is_paused(
             assert served.holds() == [(True, True)] * 2
     assert rounds.parts == [{"", PATH}] * 3
     assert not served.workers.paused
+
+
+def test_both_parts_are_sent_by_transports_to_the_workers(served: SetOfWorkers) -> None:
+    transports = TransportFactory(None, timeout_s=5).every(served.url)
+    assert len(transports) == 2
+    with served.connect(transports) as sender:
+        for _ in range(2):
+            served.train()
+            sender.send_weights()
+            assert served.holds() == [(True, True)] * 2
+    with pytest.raises(ws.ConnectError, match="closed"):
+        transports[0].call(StatusRequest(), timeout_s=5)
 
 
 def test_two_parts_without_the_model_need_no_pause(served: SetOfWorkers, rounds: Rounds) -> None:

@@ -24,11 +24,13 @@ from tests.server.live import serving
 from weightsync.errors import TransferCancelled
 from weightsync.ranks.stop import StopSignal
 from weightsync.server import weight_router
+from weightsync.transports.http import HttpTransport
 from weightsync.update.sets import SetUpdate, new_set_id
 from weightsync.wire.messages import (
     AbortRequest,
     FinishRequest,
     Request,
+    StatusRequest,
     UpdateRequest,
 )
 
@@ -455,6 +457,19 @@ def test_a_receiver_that_was_restarted_is_connected_again(served: tuple[Server, 
         server.fill(2)
         sender.send_weights()
     assert [value for _, value in server.state] == [2.0, 2.0]
+
+
+def test_a_transport_is_one_for_each_part(served: tuple[Server, str]) -> None:
+    """Each part closes its own, those of the parts below the URL first."""
+    server, url = served
+    transport = HttpTransport(url)
+    with ws.connect_set(server.modules, to=transport) as sender:
+        for value in (1, 2):
+            server.fill(value)
+            sender.send_weights()
+            assert server.state == [(value, value), (value, value)]
+    with pytest.raises(ws.ConnectError, match="closed"):
+        transport.call(StatusRequest(), timeout_s=5)
 
 
 def test_what_is_no_set_is_refused(served: tuple[Server, str]) -> None:

@@ -13,6 +13,7 @@ import weightsync as ws
 from tests.vllm.adapted import Unnamed, adapt, assert_told, base_of, train
 from tests.vllm.offline import engine_of, generated, offline_llm
 from tests.vllm.tiny import expected, make_model
+from tests.vllm.victims import connect_set, train_set
 from weightsync.integrations.adapters import CONFIG_NAME, encode_config, unload_adapter
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.adapter_names import adapter_request
@@ -149,6 +150,17 @@ def test_what_fails_to_be_built_changes_nothing(offline: Offline) -> None:
 
 def as_tensor(config: dict[str, Any]) -> torch.Tensor:
     return torch.tensor(list(encode_config(config)), dtype=torch.uint8)
+
+
+def test_base_and_adapter_of_a_set(offline: Offline) -> None:
+    """Through `vllm_targets`, which each part of the set gets a transport of its own from."""
+    with connect_set(offline.model, vllm_targets(offline.llm)) as sender:
+        for seed in (21, 22):
+            train_set(offline.model, seed)
+            reports = sender.send_weights()
+            assert len({report.version for report in reports}) == 1
+            assert_told(generated(offline.llm), base_of(offline.model))
+            offline.assert_computes("policy")
 
 
 def test_unloading_frees_the_versions_and_the_receiver(offline: Offline) -> None:

@@ -99,10 +99,10 @@ def plain_state(model: Any) -> dict[str, torch.Tensor]:
     return {n.replace(".base_layer", ""): t for n, t in found.items() if "lora_" not in n}
 
 
-def connect_set(model: Any, url: str) -> ws.SetSender:
+def connect_set(model: Any, to: Any) -> ws.SetSender:
     """Return a sender of the base and the adapter of a PEFT model."""
     parts = [lambda: plain_state(model), ws.AdapterSource(model, name="policy")]
-    return ws.connect_set(parts, to=url, timeout_s=60)
+    return ws.connect_set(parts, to=to, timeout_s=60)
 
 
 def train_set(model: Any, seed: int) -> None:

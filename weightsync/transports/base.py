@@ -156,6 +156,13 @@ class BaseTransport(Counted, ABC):
         """
         return self
 
+    def twin(self) -> BaseTransport:
+        """Return another transport to this target, for another part of a set; each is closed.
+
+        A target that is one receiver by itself has no other part, and is its own twin.
+        """
+        return self
+
     def unload(self, timeout_s: float) -> None:
         """Have the server forget the receiver of this transport, which is below its URL.
 
@@ -247,6 +254,11 @@ class WrappingTransport(BaseTransport):
         """Return the transport to the receiver at a path below; see BaseTransport."""
         below: Callable[[str], Transport] | None = getattr(self._inner, "below", None)
         return self if below is None else complete(below(path))
+
+    def twin(self) -> BaseTransport:
+        """Return another transport to this target; see BaseTransport."""
+        twin: Callable[[], Transport] | None = getattr(self._inner, "twin", None)
+        return self if twin is None else complete(twin())
 
     def unload(self, timeout_s: float) -> None:
         """Have the server forget this receiver; see BaseTransport."""

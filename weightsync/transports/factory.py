@@ -168,6 +168,16 @@ def targets_of(to: Targets, argument: str) -> list[Target]:
     return targets
 
 
+def twins_of(targets: Iterable[Target]) -> list[Target]:
+    """Return the targets for one more part of a set: of a transport, which is closed, its twin."""
+    return [
+        complete(target).twin()  # type: ignore[arg-type]  # a protocol, checked by its members
+        if _is_transport(target)
+        else target
+        for target in targets
+    ]
+
+
 def described(targets: Iterable[object]) -> str:
     """Return the targets as text that is the same in every process that has the same ones.
 
@@ -188,13 +198,17 @@ def _described(target: object) -> str:
     return "a receiver of this process" if is_local else f"a {type(target).__name__}"
 
 
+def _is_transport(target: object) -> bool:
+    return hasattr(target, "call") and hasattr(target, "target")
+
+
 def _transport(target: object) -> BaseTransport:
     if type(target).__module__.partition(".")[0] == "ray":  # a handle, so Ray is installed
         made: BaseTransport = import_module("weightsync.transports.ray_actor").RayActorTransport(
             target
         )
         return made
-    if hasattr(target, "call") and hasattr(target, "target"):
+    if _is_transport(target):
         return complete(target)  # type: ignore[arg-type]  # a protocol, checked by its members
     handle = getattr(target, "handle", None)
     if callable(handle) and hasattr(target, "sink"):

@@ -402,6 +402,12 @@ class HttpTransport(BaseTransport):
         self.close()
         return transport
 
+    def twin(self) -> HttpTransport:
+        """Return another transport to this URL, with connections of its own; see BaseTransport."""
+        made = HttpTransport(self._target, "", verify_tls=self._tls or True)
+        made._headers = self._headers
+        return made
+
     def unload(self, timeout_s: float) -> None:
         """Have the server forget the receiver at this URL; see BaseTransport."""
         status, answer = self._exchange(UNLOAD_CALL, b"{}", timeout_s)

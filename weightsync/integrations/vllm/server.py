@@ -294,6 +294,11 @@ class VllmServer:
         """Return the same receivers with the workers that the server has now."""
         return VllmServer(self.control, timeout_s=timeout_s, whole=whole)
 
+    def open_one(self) -> None:
+        """Note that there is one more transport to a worker."""
+        with self._gathered:
+            self._open += 1
+
     def close_one(self) -> None:
         """Note that a worker's transport closed. After the last one, close the control."""
         with self._gathered:
@@ -667,6 +672,11 @@ class VllmWorkerTransport(BaseTransport):
         server = self._server.adapter(path)
         super().close()  # the connections go on
         return VllmWorkerTransport(server, self._rank)
+
+    def twin(self) -> VllmWorkerTransport:
+        """Return another transport to this worker, over the same connections; see BaseTransport."""
+        self._server.open_one()
+        return VllmWorkerTransport(self._server, self._rank)
 
     def unload(self, timeout_s: float) -> None:
         """Have the server forget the adapter whose receiver this is; see BaseTransport."""
