@@ -21,9 +21,10 @@ from collections.abc import (
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -105,8 +106,57 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _RANKS_SLACK_S = 60.0
-_NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
+
+
+class ConnectSettings(TypedDict, total=False):
+    """The settings of `connect`, where they are documented, for what passes them on."""
+
+    dtype: Dtype | Literal["receiver"] | None
+    rename: Rename | None
+    quantize: Literal["receiver"] | None
+    backend: BackendChoice
+    packed: bool | None
+    bucket_nbytes: int | str | None
+    num_buckets: int | None
+    verify: bool
+    check_finite: CheckFinite
+    check_replicas: CheckReplicas
+    token: str | None
+    verify_tls: bool | str
+    timeout_s: float
+    wait_s: float
+    process_group: dist.ProcessGroup | None
+    adopt: bool
+    on_failure: OnFailure
+    progress: Shown
+    takeover: bool
+    yields: bool
+    delta: DeltaChoice
+    scrub: float
+    at: str | None
+
+
+def check_settings(
+    given: Iterable[str], *, of: str, own: Iterable[str] = (), without: Mapping[str, str] = _NOTHING
+) -> None:
+    """Raise ConfigError for names that are no settings of `connect`, with the nearest name.
+
+    `of` passes the settings on, and has its `own` ones beside them. `without` has the settings that
+    it does not take, each with the reason.
+    """
+    taken = [*own, *(name for name in ConnectSettings.__annotations__ if name not in without)]
+    said = []
+    for name in given:
+        if name in without:
+            said.append(f"{of} takes no {name}: {without[name]}")
+        elif name not in ConnectSettings.__annotations__:
+            near = get_close_matches(name, taken, n=1)
+            there = f"did you mean {near[0]}?" if near else f"there are {', '.join(taken)}"
+            said.append(f"{name}: no setting of connect(), nor of {of}; {there}")
+    if said:
+        raise ConfigError("; ".join(said))
 
 
 @concise
@@ -784,7 +834,7 @@ class WeightSender:
         self,
         call: str,
         do: Callable[[Coordinator], object],
-        arguments: Mapping[str, str] = _NO_ARGUMENTS,
+        arguments: Mapping[str, str] = _NOTHING,
     ) -> SyncReport | None:
         """Make one call on every rank: rank 0 runs it, the others execute rank 0's commands."""
         with self._call(call, arguments) as coordinator:

@@ -20,7 +20,7 @@ from weightsync.errors import (
 from weightsync.ranks.stop import StopSignal
 from weightsync.report import SyncReport
 from weightsync.runtime.tracebacks import concise
-from weightsync.sender import WeightSender, connect
+from weightsync.sender import WeightSender, check_settings, connect
 from weightsync.transports.calls import CallThreads
 from weightsync.transports.factory import Targets, targets_of, twins_of
 from weightsync.update.lifecycle import version_after
@@ -52,6 +52,7 @@ def connect_set(
     for name in ("on_failure", "process_group", "at"):
         if name in options:
             raise ConfigError(f"a set has no {name}=: all of its parts are updated, or none")
+    check_settings(options, of="connect_set()")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             "a set is sent by a trainer of one rank; with several, connect() each part by itself"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import peft
 import pytest
@@ -18,7 +17,7 @@ import weightsync as ws
 from tests.integrations.tiny_trl import COMMON, GROUPS, LORA, lower, prompts, sft_trainer, trl
 from tests.segments import opened_since
 from weightsync.integrations import trl as callback
-from weightsync.integrations.trl import ConnectSettings, WeightSyncCallback
+from weightsync.integrations.trl import WeightSyncCallback
 from weightsync.serve.model import make_tiny_model
 from weightsync.shm.segment import live_segments
 
@@ -203,18 +202,10 @@ def test_a_server_that_is_down_ends_the_training_before_its_first_step(tmp_path:
     assert trainer.state.global_step == 0
 
 
-def test_the_settings_are_those_of_connect() -> None:
-    parameters = inspect.signature(ws.connect).parameters.values()
-    settings = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    hints = get_type_hints(ws.connect)
-    assert get_type_hints(ConnectSettings) == {name: hints[name] for name in settings}
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"every": 0}, "at least 1, not 0"),
-        ({"tokn": "x"}, "tokn: no setting of connect"),
         ({"adapter_only": True, "source": len}, "both say what is sent"),
     ],
 )

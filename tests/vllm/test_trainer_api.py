@@ -150,6 +150,10 @@ def test_a_source_is_iterated_anew_and_its_error_is_raised(pair: tuple[Any, Any]
         ({"rank": 1}, r"rank 1, and this process is rank 0 of 1 in the process group"),
         ({"options": {"to": "http://x"}}, r"options has to; trainer_init\(\) has its own"),
         (
+            {"options": {"pakced": True}},
+            r"pakced: no setting of .*WeightsyncTrainerInitInfo\.options; did you mean packed\?",
+        ),
+        (
             {"options": {"backend": "typo"}},
             "there is no backend 'typo'; known: auto, ipc, nixl, tcp",
         ),

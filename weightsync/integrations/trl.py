@@ -14,27 +14,19 @@ import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 import torch.distributed as dist
 from torch import nn
 
 from weightsync import sender as sending
-from weightsync.arguments import Dtype
-from weightsync.backends.registry import BackendChoice
 from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.integrations.adapter_paths import check_name
 from weightsync.integrations.adapters import AdapterSource
 from weightsync.integrations.trl_rollouts import ServedRollouts
-from weightsync.observe import Shown
-from weightsync.ranks.replicas import CheckReplicas
 from weightsync.report import SyncReport
-from weightsync.sender import WeightSender
+from weightsync.sender import ConnectSettings, WeightSender, check_settings
 from weightsync.transports.factory import Targets
-from weightsync.update.coordinator import OnFailure
-from weightsync.update.deltas import DeltaChoice
-from weightsync.weights.sinks.module_sink import Rename
-from weightsync.weights.sources.finite import CheckFinite
 
 try:
     from transformers import (
@@ -55,33 +47,7 @@ logger = logging.getLogger(__name__)
 
 Source = Callable[[nn.Module], object]
 
-
-class ConnectSettings(TypedDict, total=False):
-    """The settings that `WeightSyncCallback` passes to `connect`, where they are documented."""
-
-    at: str | None
-    dtype: Dtype | Literal["receiver"] | None
-    quantize: Literal["receiver"] | None
-    rename: Rename | None
-    backend: BackendChoice
-    packed: bool | None
-    bucket_nbytes: int | str | None
-    num_buckets: int | None
-    verify: bool
-    check_finite: CheckFinite
-    check_replicas: CheckReplicas
-    token: str | None
-    verify_tls: bool | str
-    timeout_s: float
-    wait_s: float
-    process_group: dist.ProcessGroup | None
-    adopt: bool
-    on_failure: OnFailure
-    progress: Shown
-    takeover: bool
-    yields: bool
-    delta: DeltaChoice
-    scrub: float
+_OWN_SETTINGS = ("every", "at_start", "at_end", "adapter", "adapter_only", "source")
 
 
 class WeightSyncCallback(TrainerCallback):
@@ -121,12 +87,7 @@ class WeightSyncCallback(TrainerCallback):
     ) -> None:
         if every < 1:
             raise ConfigError(f"every is a number of steps, at least 1, not {every}")
-        unknown = settings.keys() - ConnectSettings.__annotations__.keys()
-        if unknown:
-            raise ConfigError(
-                f"{', '.join(sorted(unknown))}: no setting of connect(); there are "
-                f"{', '.join(ConnectSettings.__annotations__)}"
-            )
+        check_settings(settings, of="WeightSyncCallback", own=_OWN_SETTINGS)
         chosen = {"adapter": adapter, "adapter_only": adapter_only or None, "source": source}
         given = [name for name, value in chosen.items() if value is not None]
         if len(given) > 1:

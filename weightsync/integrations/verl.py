@@ -39,7 +39,7 @@ from weightsync.errors import (
 )
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
-from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
+from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, check_settings, connect
 from weightsync.specs import Manifest
 from weightsync.transports.http import HttpTransport
 from weightsync.update.coordinator import OnFailure
@@ -79,8 +79,8 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
     - `timeout_s` bounds every wait for progress, also that of a rollout worker for the trainer.
     - `apply`: with `staged`, a worker is given tensors when all of them have arrived at all
       workers; this takes the memory of the model's bytes. `in_place` gives them as they come.
-    - `packed`, `verify` and `on_failure` are those of `weightsync.connect`, `transfer_backend` is
-      its `backend`.
+    - `transfer_backend` is the `backend` of `weightsync.connect`, whose other settings have their
+      names; those about names and dtypes of tensors, ranks and endpoints are verl's to say.
     - `device` of the tensors that a rollout worker is given; by default the current GPU if torch
       has one.
     """
@@ -209,6 +209,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             verify=options.verify,
             on_failure=options.on_failure,
             timeout_s=options.timeout_s,
+            **options.settings,
         )
 
 
@@ -269,12 +270,29 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify: bool = True
     on_failure: OnFailure = "abort"
     transfer_backend: str = "auto"
+    settings: dict[str, Any] = {}
+
+
+_OWN = tuple(name for name in Options.__struct_fields__ if name != "settings")
+_NOT_TAKEN: Mapping[str, str] = {
+    "backend": "its name is transfer_backend here",
+    "dtype": "verl's trainer says which tensors there are",
+    "rename": "verl's trainer says which tensors there are",
+    "quantize": "verl's trainer says which tensors there are",
+    "token": "each worker makes its own",
+    "verify_tls": "each worker makes its own endpoint",
+    "process_group": "the ranks are those of verl's default group",
+    "at": "verl sends the model itself",
+}
 
 
 def options_of(given: Mapping[str, object]) -> Options:
     """Check `engine_kwargs.weightsync`. Raises ConfigError."""
+    settings = {name: value for name, value in given.items() if name not in _OWN}
+    check_settings(settings, of="engine_kwargs.weightsync", own=_OWN, without=_NOT_TAKEN)
+    own = {name: value for name, value in given.items() if name in _OWN}
     try:
-        options = msgspec.convert(given, Options)
+        options = msgspec.convert({**own, "settings": settings}, Options)
         torch.device(options.device or "cpu")
         choose_backends(options.transfer_backend)
     except (msgspec.ValidationError, RuntimeError, ConfigError) as exc:

@@ -9,7 +9,7 @@ engine.shutdown()
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,8 +22,9 @@ from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.server import SCHEME
 from weightsync.ranks.comm import join_ranks
 from weightsync.report import SyncReport
-from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
+from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, check_settings, connect
 from weightsync.transports.base import Transport
+from weightsync.transports.factory import Targets
 
 plugin.register_trainer()
 
@@ -83,9 +84,15 @@ class WeightsyncTrainerEngine(
         group = init_info.options.get("process_group")
         # A rank that refuses its arguments raises on all of them: none is left in `connect`.
         with closing(join_ranks(group, timeout_s=timeout_s, join_timeout_s=timeout_s)) as ranks:
-            to = ranks.together(lambda: _checked_targets(init_info, client, source))
+            to = ranks.together(
+                lambda: _checked_targets(init_info, client, source, cls._targets_of)
+            )
         sender = connect(source, to, **init_info.options)
         return cls(sender, client=client, source=source, is_sender=init_info.is_sender)
+
+    @staticmethod
+    def _targets_of(client: Any) -> Targets:
+        return targets_of(client)
 
     def send_weights(self) -> SyncReport:
         """Send the source's weights; all workers use them on return. Every rank calls it.
@@ -122,17 +129,23 @@ def targets_of(client: Any) -> str | list[Transport]:
     )
 
 
-def _checked_targets(init_info: WeightsyncTrainerInitInfo, client: Any, source: Any) -> Any:
+def _checked_targets(
+    init_info: WeightsyncTrainerInitInfo,
+    client: Any,
+    source: Any,
+    named_by: Callable[[Any], Targets],
+) -> Targets:
     """Return the targets of `connect`, on rank 0. Raises ConfigError for what does not fit."""
     if source is None:
         raise ConfigError("trainer_init() needs source=: a WeightSource, a module, a state dict")
     own = sorted(_OWN_ARGUMENTS & init_info.options.keys())
     if own:
         raise ConfigError(f"options has {', '.join(own)}; trainer_init() has its own argument")
+    check_settings(init_info.options, of=f"{type(init_info).__name__}.options")
     _check_rank(init_info)
     if not init_info.is_sender:
         return ()
-    return targets_of(client) if init_info.to is None else init_info.to
+    return named_by(client) if init_info.to is None else init_info.to
 
 
 def _check_rank(init_info: WeightsyncTrainerInitInfo) -> None:
