@@ -52,7 +52,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """What crosses the links between hosts, for `--links`.
+    """Bytes and times of the links between hosts, for `--links`.
 
     `seconds` are those of an update by the rate of a host's link, in Gbit/s. `links` have the bytes
     from a trainer host to the receiving hosts of a chain.

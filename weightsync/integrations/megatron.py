@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of a parameter: `length` rows, of part `rank` of `ranks`."""
+    """The share of a parameter that a rank has: `length` rows, of part `rank` of `ranks`."""
 
     length: int
     rank: int
@@ -292,7 +292,7 @@ class _View:
 
 
 class _Place(NamedTuple):
-    """What a parameter is: its line in a table, the end of its names, and whose it is.
+    """The meaning of a parameter: its line in a table, the end of its names, and its experts.
 
     `experts` are the numbers of those that it belongs to, [None] for what belongs to none. `stack`
     makes `[experts, rows, columns]` of a parameter of several, as a view.
@@ -383,7 +383,7 @@ class MegatronSource(DeclaredSource):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the configuration of a checkpoint says: its family, vocabulary and tied embeddings."""
+    """The facts of a checkpoint's configuration: its family, vocabulary and tied embeddings."""
 
     model_type: str
     vocab_size: int

@@ -75,7 +75,7 @@ def spans(
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """What `model` in a request names: the base model (None) or an adapter, perhaps a version."""
+    """The `model` of a request, parsed: the base model (None) or an adapter, perhaps a version."""
 
     adapter: str | None = None
     version: int | None = None

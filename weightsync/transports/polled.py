@@ -58,7 +58,7 @@ class _Poller:
 
 
 class Mailbox:
-    """What one source has sent to the others, and what has arrived from each. Thread-safe.
+    """The messages between one source and the others, sent and arrived. Thread-safe.
 
     `place` is that of this source among the `places` of all. `alive` says whether the receiver that
     passes the messages on still calls.

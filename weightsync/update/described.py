@@ -1,4 +1,4 @@
-"""What receivers say of themselves before a sender connects: dtypes, and how they are quantized."""
+"""Dtypes and quantization schemes of receivers, asked for before a sender connects."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KeptDtypes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
-    """What the receivers said: the dtypes that they keep, and their quantization_config by target.
+    """The answers of all receivers: the dtypes that they keep, and quantization_config by target.
 
     `dtypes` is None where none said any.
     """

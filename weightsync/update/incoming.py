@@ -255,7 +255,7 @@ class Base:
 
     @property
     def fingerprint(self) -> str | None:
-        """What a sender has to announce of these weights; None where it is not known."""
+        """The fingerprint that a sender announces for these weights; None where it is not known."""
         known = [total for total in self.totals if total is not None]
         if len(known) < len(self.totals):
             return None

@@ -327,7 +327,7 @@ class Mail(ReplyMessage, frozen=True, kw_only=True):
 
 
 class JointTurn(ReplyMessage, frozen=True, kw_only=True):
-    """What a receiver says that fetches from several sources together, each of which has parts.
+    """An answer of a receiver that fetches from several sources together, each of which has parts.
 
     It is the `reply` of FetchRequests: of the first one of each poller, with the `place` of this
     source among the `places` of all, and of those of the poller MAIL_TO, with the `mail` to it. All

@@ -231,7 +231,7 @@ def _shares(result: Any, source: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class Reads:
-    """What was read of one tensor.
+    """The indices of one tensor that a loader read.
 
     `spans` has for each dimension the indices that were read, in order and apart. `places` are the
     tensors of the model that elements came to. `reason` says why all of it is needed, "" if not.
@@ -290,7 +290,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Sliced:
-    """What a worker reads of the tensors of a manifest: boxes, by the positions of the tensors.
+    """The boxes that a worker reads of a manifest's tensors, by the positions of the tensors.
 
     `whole` has the tensors that it reads whole because their boxes are not known, with the reasons.
     """

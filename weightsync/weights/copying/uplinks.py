@@ -1,4 +1,4 @@
-"""What crosses the links between hosts, where several trainer hosts feed several receiving hosts.
+"""Bytes on the links between several trainer hosts and several receiving hosts.
 
 Pure data, made from a reshard plan. A receiving host asks each trainer host once for the union of
 the boxes of its workers. Hosts that want the same are a *chain*: a trainer host sends to one of
