@@ -34,11 +34,13 @@ TOYS: dict[str, list[str]] = {
         "--hosts",
         "2",
     ],
+    "quantized": ["--mib", "8", "--rounds", "1"],
     "lossy": ["--hosts", "2", "--kill", "1", "--delay-ms", "2", "--mbit", "100", "--rounds", "1"],
 }
 SAID = {
     "fleet": "packed",
     "profile_update": "| copy | ",
+    "quantized": "Over 1gbit",
     "shards": "Two workers take",
     "scaling": "1000 Mbit/s",
     "lossy": "| medians |",
@@ -55,7 +57,7 @@ FOUND = {
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_benchmark_runs(name: str, shm_clean: None) -> None:
-    if name in ("scaling", "lossy") and (problem := netns_problem() or limit_problem()):
+    if name in ("scaling", "lossy", "quantized") and (problem := netns_problem() or limit_problem()):
         pytest.skip(f"hosts cannot be made here: {problem}")
     assert SAID[name] in run(name, *TOYS[name])
 

@@ -926,3 +926,36 @@ class TestCoded:
             values += len(delta_coding.decode(coded[:size], 32 * 90_000).positions)
             coded = coded[size:]
         assert values == 61_440 + 20_000 * 32
+
+    @pytest.mark.parametrize("changed", [1.0, 0.05])
+    def test_changes_that_do_not_fit_are_not_coded_to_the_end(self, changed: float) -> None:
+        """Of random values, most are coded in more bytes than they have."""
+        sizes = torch.Generator().manual_seed(3)
+        model = nn.Module()
+        for i in range(16):
+            random = torch.randn(1 << 18, generator=sizes).bfloat16()
+            model.register_parameter(f"p{i}", nn.Parameter(random, requires_grad=False))
+        log = self.log(model)
+        for parameter in model.parameters():
+            count = int(changed * parameter.numel())
+            parameter[:count] = torch.randn(count, generator=sizes).bfloat16()
+        read: list[str] = []
+
+        class Counted(ws.ModuleSource):
+            def stable_tensors(self) -> None:
+                return None
+
+            def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in super().tensors():
+                    read.append(name)
+                    yield name, tensor
+
+        count = lines.count_lines(log.layout)
+        made = DeltaSource(log, Counted(model), "next", ["base"], count, by_value=True)
+        if changed == 1.0:
+            with pytest.raises(ws.DeltaError, match="more bytes coded"):
+                list(made.tensors())
+            assert 1 <= len(read) <= 4
+        else:
+            assert list(made.tensors())
+            assert len(read) == 16

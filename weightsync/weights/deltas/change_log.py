@@ -80,6 +80,9 @@ written. The backend `tcp` does not send the zeros at its end."""
 _CODED_LINE_NBYTES, _LEAST_LINE_NBYTES = 40, 4
 """Room for a changed line, coded: a byte or so for each value, of which all may have changed. Later
 deltas have room for twice as much as the last one took."""
+_JUDGED_SHARE, _TOO_MUCH = 1 / 16, 1.3
+"""Coding ends where more than this share of the stream is coded, and took so many times as much as
+there is room for it: the rest would not fit, either, and coding is slower than most links."""
 _EARLY_PACKETS, _EARLY_NBYTES = 12, 96 << 10
 """Packets that go before they are full, so that the path is busy while the rest is coded."""
 
@@ -380,11 +383,14 @@ class DeltaSource:
         capacity = min(_PACKET_LINES, -(-(max(room, 1) + WORDS) // 16) * 16)
         self._packets = max(-(-room // (capacity - WORDS + 1)), 1)
         self._is_coded = by_value and log.keeps and self._also is None
-        self._coded_nbytes = 0
+        self._coded_nbytes = self._room_nbytes = 0
+        self._coded_share = 0.0
         shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
         if self._is_coded:
-            most = room * log.coded_line_nbytes
-            self._packets = _EARLY_PACKETS + -(-most // (_CODED_NBYTES - _HEADER_NBYTES))
+            self._room_nbytes = room * log.coded_line_nbytes
+            self._packets = _EARLY_PACKETS + -(
+                -self._room_nbytes // (_CODED_NBYTES - _HEADER_NBYTES)
+            )
             shapes = [_CODED_NBYTES] * self._packets
         # The last one is alone in its bucket, too.
         shapes.append(_CODED_NBYTES if self._is_coded else _END.size)
@@ -422,6 +428,8 @@ class DeltaSource:
             coded = _CodedPackets(self._encode())
             for i in range(self._packets):
                 yield f"delta.{i}", coded.write
+                if self._takes_too_much(coded.nbytes):
+                    break
             self._coded_nbytes = coded.nbytes
             if not coded.done:
                 coded.close()
@@ -459,12 +467,20 @@ class DeltaSource:
         if waiting:
             yield self._encoded(waiting)
 
+    def _takes_too_much(self, nbytes: int) -> bool:
+        """Whether what is coded so far took so much that the rest would not fit."""
+        share = self._coded_share
+        return share > _JUDGED_SHARE and nbytes > _TOO_MUCH * share * self._room_nbytes
+
     def _encoded(self, parts: Sequence[Section]) -> bytes:
         section = Section(
             np.concatenate([part.positions for part in parts]),
             np.concatenate([part.changes for part in parts]),
         )
         self.written_lines += len(section.lines())
+        if len(section.positions):
+            values = VALUES * count_lines(self._log.layout)
+            self._coded_share = int(section.positions[-1]) / values
         return encode(section)
 
     def _write_end(self, target: torch.Tensor) -> None:
