@@ -20,11 +20,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations.sglang.files import WeightDirectory
-from weightsync.integrations.sglang.server import (
-    SglangTarget,
-    SglangTransport,
-    is_sglang,
-)
+from weightsync.integrations.sglang.memory import transports_to
+from weightsync.integrations.sglang.server import SglangTarget, is_sglang
 from weightsync.integrations.vllm.server import (
     VllmHttpControl,
     is_vllm,
@@ -94,7 +91,7 @@ class ServerTransports:
         self._weight_dirs: dict[Path | None, WeightDirectory] = {}
 
     def transports(self, target: str, *, wait_s: float = 0.0) -> Sequence[Transport]:
-        """Return the transports for a URL: several for a vLLM server of several workers.
+        """Return the transports for a URL: several for a server of several workers.
 
         A server that does not answer yet is waited for, for `wait_s`. Called from several threads
         at once. All requests together take `timeout_s` at most. Raises TransportTimeout for a
@@ -117,7 +114,7 @@ class ServerTransports:
         if engine == "vllm":
             return self._vllm(url, deadline)
         if engine == "sglang":
-            return [self._sglang(SglangTarget.parse(target) or SglangTarget(url=url))]
+            return self._sglang(SglangTarget.parse(target) or SglangTarget(url=url))
         return [HttpTransport(url, token, verify_tls=trust)]
 
     def _vllm(self, url: str, deadline: float) -> Sequence[Transport]:
@@ -129,18 +126,21 @@ class ServerTransports:
         control.greet(timeout_s=left_s())
         return worker_transports(control, timeout_s=left_s())
 
-    def _sglang(self, target: SglangTarget) -> Transport:
-        with self._lock:
-            weight_dir = self._weight_dirs.get(target.directory)
-            if weight_dir is None:
-                weight_dir = self._weight_dirs[target.directory] = WeightDirectory(target.directory)
-        return SglangTransport(
+    def _sglang(self, target: SglangTarget) -> Sequence[Transport]:
+        return transports_to(
             target,
-            weight_dir,
+            lambda: self._weight_dir(target.directory),
             token=self._token,
             verify_tls=self._verify_tls,
             patience_s=_FILES_TIMES * self._timeout_s,
         )
+
+    def _weight_dir(self, directory: Path | None) -> WeightDirectory:
+        """Return the directory of snapshots, one for all servers that share it."""
+        with self._lock:
+            if directory not in self._weight_dirs:
+                self._weight_dirs[directory] = WeightDirectory(directory)
+            return self._weight_dirs[directory]
 
 
 def _await(url: str, *, verify_tls: bool | str, wait_s: float) -> None:

@@ -1,7 +1,7 @@
 """SGLang servers as receivers, with settings of their own; a plain URL needs none of this.
 
-An `sglang.Engine` in the trainer's process is not supported: it pickles tensors on the way to its
-workers. Use a server with a URL, or write a checkpoint.
+An `sglang.Engine` in the trainer's process is not supported. Use a server with a URL, or write a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from weightsync.integrations.sglang.files import WeightDirectory
-from weightsync.integrations.sglang.server import Pause, SglangTarget, SglangTransport
+from weightsync.integrations.sglang.memory import transports_to
+from weightsync.integrations.sglang.server import Pause, SglangTarget
+from weightsync.transports.base import Transport
 
 
 def servers(
@@ -21,8 +23,11 @@ def servers(
     check_names: bool = True,
     token: str | None = None,
     verify_tls: bool | str = True,
-) -> list[SglangTransport]:
-    """Return transports to SGLang servers, for `to=`; weights are written once for all of them.
+) -> list[Transport]:
+    """Return transports to SGLang servers, for `to=`; files are written once for all of them.
+
+    A server with weightsync's plug-in takes weights in memory, by a transport for each rank, unless
+    a `directory` is named.
 
     `directory` is visible to this host and to the servers' under the same path; None is shared
     memory, for servers of this host. `pause` decides about requests in flight while servers
@@ -34,7 +39,7 @@ def servers(
     another kind.
     """
     weight_dir = WeightDirectory(None if directory is None else Path(directory))
-    made: list[SglangTransport] = []
+    made: list[Transport] = []
     try:
         for url in [urls] if isinstance(urls, str) else urls:
             target = SglangTarget(
@@ -43,7 +48,7 @@ def servers(
                 pause=pause,
                 check_names=check_names,
             )
-            made.append(SglangTransport(target, weight_dir, token=token, verify_tls=verify_tls))
+            made += transports_to(target, lambda: weight_dir, token=token, verify_tls=verify_tls)
     except BaseException:
         for transport in made:
             transport.close()

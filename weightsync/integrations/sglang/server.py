@@ -65,13 +65,15 @@ class SglangFacts:
     """Facts that a server reports about itself. `version` is () where it reports none.
 
     `weight_version` is None where the server has none. `checks_version` is True where one answer
-    holds for all of its front processes.
+    holds for all of its front processes. `in_memory`: its `replicas` have our plug-in.
     """
 
     model_path: str
     version: tuple[int, ...] = ()
     weight_version: str | None = None
     checks_version: bool = True
+    in_memory: bool = False
+    replicas: int = 1
 
     @property
     def label(self) -> int:
@@ -103,11 +105,15 @@ class SglangControl(EngineControl):
                 "start it with --weight-cache-mode off"
             )
         named = model.get("weight_version")
+        given = server.get("internal_states")
+        states = [s for s in given if isinstance(s, dict)] if isinstance(given, list) else []
         facts = SglangFacts(
             model_path=str(model["model_path"]),
             version=_parse_version(server.get("version")),
             weight_version=None if named is None else str(named),
             checks_version=server.get("tokenizer_worker_num") in (None, 1),
+            in_memory=any(state.get("weightsync") for state in states),
+            replicas=max(len(states), 1),
         )
         self.pause_mode = self._settle_pause(facts.version)
         return facts
@@ -242,7 +248,7 @@ def _parse_version(text: object) -> tuple[int, ...]:
 logger = logging.getLogger(__name__)
 
 SCHEME = "sglang+"
-_GREETING_S = 30.0
+GREETING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +301,8 @@ class SglangTransport(BaseTransport):
     A WeightReceiver in this process handles the requests; its sink writes the files, and makes the
     server load them. `path` is the data path's name in reports. The version of the server's weights
     is its `weight_version`, where that is a number. No call takes longer than `patience_s`, because
-    the progress of a server that loads files cannot be observed.
+    the progress of a server that loads files cannot be observed. `greeted`: calls to the server,
+    and what it has said of itself.
     """
 
     path = "safetensors_file"
@@ -308,15 +315,18 @@ class SglangTransport(BaseTransport):
         token: str | None = None,
         verify_tls: bool | str = True,
         patience_s: float = 300.0,
+        greeted: tuple[SglangControl, SglangFacts] | None = None,
     ) -> None:
         self._patience_s = patience_s
         control = SglangControl(target.url, token, verify_tls=verify_tls)
         super().__init__(control.target)
         if target.directory is None:
-            _check_host(control.target)
-        control.pause_mode = target.pause
+            check_host(control.target)
+        if greeted is None:
+            control.pause_mode = target.pause
+            greeted = control, control.greet(timeout_s=GREETING_S)
+        control, self._facts = greeted
         self._control = control
-        self._facts = control.greet(timeout_s=_GREETING_S)
         self._given = self._facts.weight_version
         self._is_version_known = self._facts.checks_version
         wanted = read_manifest(Path(self._facts.model_path)) if target.check_names else None
@@ -331,7 +341,7 @@ class SglangTransport(BaseTransport):
         self._sink = FilesSink(weight_dir, wanted, self._load)
         self._receiver = WeightReceiver(self._sink, apply="staged", version=self._facts.label)
         self._finish = FinishRequest()
-        self._timeout_s = _GREETING_S
+        self._timeout_s = GREETING_S
         self._owes_proceed = False
         self._pause_watch = control.watch_pauses(verify_tls=verify_tls)
         weight_dir.share()
@@ -451,7 +461,7 @@ class SglangTransport(BaseTransport):
         self._proceed()
 
     def _proceed(self) -> None:
-        self._control.proceed(timeout_s=min(self._timeout_s, _GREETING_S))
+        self._control.proceed(timeout_s=min(self._timeout_s, GREETING_S))
         self._owes_proceed = False
         self._pause_watch.over()
 
@@ -471,7 +481,7 @@ class SglangTransport(BaseTransport):
     def _check_version(self, version: str | None) -> None:
         if version is None or not self._is_version_known:
             return
-        held = self._control.read_model_info(timeout_s=min(self._timeout_s, _GREETING_S))[
+        held = self._control.read_model_info(timeout_s=min(self._timeout_s, GREETING_S))[
             "weight_version"
         ]
         if held != version:
@@ -493,7 +503,7 @@ class SglangTransport(BaseTransport):
             self._sink.leave()
 
 
-def _check_host(url: str) -> None:
+def check_host(url: str) -> None:
     """Raise ConfigError unless the server is on this host, where it sees our shared memory."""
     host = urlsplit(url).hostname or ""
     try:

@@ -270,7 +270,7 @@ class VllmServer:
         answer = gathering.answers.result().get(rank)
         if answer is None:
             raise RemoteError(
-                f"this vLLM has no worker {rank} any more: it was restarted with fewer",
+                f"this server has no worker {rank} any more: it was restarted with fewer",
                 remote_type="vLLM",
                 remote_message="",
             )

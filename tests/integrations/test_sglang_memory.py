@@ -1,0 +1,194 @@
+"""SGLang's schedulers as receivers: rounds to all ranks, commits on all of them or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import weightsync as ws
+from tests.integrations.sglang_schedulers import Schedulers, Trained
+from weightsync.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    ManifestMismatchError,
+    WeightSyncError,
+)
+from weightsync.integrations.sglang import servers
+from weightsync.transports.base import BaseTransport
+from weightsync.wire.messages import AbortRequest
+
+
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is repaired alone does not wait long for the messages of others."""
+    monkeypatch.setattr("weightsync.integrations.vllm.server._GATHER_UPDATE_S", 1.0)
+
+
+@pytest.fixture
+def server() -> Iterator[Schedulers]:
+    made = Schedulers(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trained() -> Trained:
+    model = Trained()
+    model.step(0)
+    return model
+
+
+def test_both_ranks_hold_each_version(server: Schedulers, trained: Trained) -> None:
+    with ws.connect(trained, to=f"sglang+{server.url}") as sender:
+        for step in range(1, 4):
+            trained.step(step)
+            report = sender.send_weights()
+            assert server.holds(trained)
+            assert "staged, verified: arrived" in str(report)
+            assert "by shared_memory" in str(report)
+            assert server.version == str(report.version)
+    for rank in server.ranks:
+        assert rank.log == ["stop", "flush", "load", "start"] * 3
+        assert not rank.paused
+    assert "pause_generation" not in server.calls
+
+
+def test_a_plain_url_finds_the_plug_in(server: Schedulers, trained: Trained) -> None:
+    with ws.connect(trained, to=server.url) as sender:
+        assert "by shared_memory" in str(sender.send_weights())
+    assert server.holds(trained)
+
+
+def test_a_pause_of_a_user_is_kept(server: Schedulers, trained: Trained) -> None:
+    server.answer("pause_generation", b"{}")
+    with ws.connect(trained, to=servers(server.url)) as sender:
+        sender.send_weights()
+    assert server.holds(trained)
+    assert all(rank.paused for rank in server.ranks)
+
+
+def test_no_rank_commits_where_one_cannot_flush(server: Schedulers, trained: Trained) -> None:
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        kept = [rank.model.embed.clone() for rank in server.ranks]
+        server.ranks[1].flushes = False
+        trained.step(1)
+        with pytest.raises(WeightSyncError, match=r"rank 1 .* cannot flush its cache"):
+            sender.send_weights()
+        for rank, former in zip(server.ranks, kept, strict=True):
+            assert torch.equal(rank.model.embed, former)
+            assert not rank.paused
+        server.ranks[1].flushes = True
+        sender.send_weights()
+    assert server.holds(trained)
+
+
+def test_a_server_of_two_versions_generates_nothing(
+    server: Schedulers, trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        server.ranks[1].model.fails = RuntimeError("out of memory")
+        trained.step(1)
+        with (
+            caplog.at_level(logging.ERROR),
+            pytest.raises(WeightSyncError, match="out of memory"),
+        ):
+            sender.send_weights()
+        assert "hold no single version" in caplog.text
+        assert all(rank.paused for rank in server.ranks)
+        server.answer("continue_generation", b"{}")
+        assert all(rank.paused for rank in server.ranks)
+        server.ranks[1].model.fails = None
+        sender.send_weights()
+        assert server.holds(trained)
+    assert not any(rank.paused for rank in server.ranks)
+
+
+def test_names_are_checked_before_any_byte(server: Schedulers, trained: Trained) -> None:
+    before = [rank.model.embed.clone() for rank in server.ranks]
+    trained.other = torch.nn.Parameter(torch.zeros(3))
+    del trained.up
+    with pytest.raises(ManifestMismatchError) as caught:
+        ws.connect(trained, to=server.url).send_weights()
+    assert "other" in str(caught.value)
+    assert "gate_up" in str(caught.value)
+    assert all(rank.log == [] for rank in server.ranks)
+    for rank, former in zip(server.ranks, before, strict=True):
+        assert torch.equal(rank.model.embed, former)
+
+
+def test_shapes_are_checked_before_any_byte(server: Schedulers, trained: Trained) -> None:
+    trained.embed = torch.nn.Parameter(torch.zeros(15, 8))
+    with pytest.raises(ManifestMismatchError, match="embed has another shape"):
+        ws.connect(trained, to=server.url).send_weights()
+
+
+def test_a_part_of_the_model(server: Schedulers, trained: Trained) -> None:
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        part = torch.ones(16, 8)
+        with sender.update(partial=True) as update:
+            update.send([("embed", part)])
+    assert all(torch.equal(rank.model.embed, part) for rank in server.ranks)
+
+
+def test_a_server_that_must_not_be_updated_says_why(server: Schedulers, trained: Trained) -> None:
+    server.ranks[0].refuses = server.ranks[1].refuses = "the model family Odd"
+    with pytest.raises(ConfigError, match="the model family Odd"):
+        ws.connect(trained, to=server.url)
+
+
+def test_replicas_are_refused(trained: Trained) -> None:
+    server = Schedulers(1, replicas=2)
+    try:
+        with pytest.raises(BackendUnavailableError, match="2 data parallel replicas"):
+            ws.connect(trained, to=server.url)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("option", ["pause=wait", "names=any"])
+def test_settings_of_files_are_refused(server: Schedulers, trained: Trained, option: str) -> None:
+    with pytest.raises(ConfigError, match="for updates by files"):
+        ws.connect(trained, to=f"sglang+{server.url}?{option}")
+
+
+def test_adapters_are_refused(server: Schedulers) -> None:
+    first, *others = servers(server.url)
+    assert isinstance(first, BaseTransport)
+    with pytest.raises(ConfigError, match="takes no adapters"):
+        first.below("adapters/style")
+    for transport in (first, *others):
+        transport.close()
+
+
+def test_an_update_that_one_rank_lost_is_committed_by_none(
+    server: Schedulers, trained: Trained
+) -> None:
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        kept = server.ranks[0].model.embed.clone()
+        mixed: list[bool] = []
+
+        def look(_: str) -> None:
+            server.before = lambda _: None
+            mixed.append(not torch.equal(server.ranks[0].model.embed, kept))
+            mixed.extend(rank.paused for rank in server.ranks)
+
+        def forget(text: str) -> None:
+            if "finish_weight_update" in text:
+                server.before = look
+                lost = server.receivers[1].receiver
+                lost.dispatch(
+                    AbortRequest(update_id=lost.status().update_id, reason="it was given up here")
+                )
+
+        server.before = forget
+        trained.step(1)
+        sender.send_weights()  # nothing was committed, so it began anew
+    assert mixed == [False, False, False]
+    assert server.holds(trained)
