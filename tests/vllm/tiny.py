@@ -22,8 +22,9 @@ from transformers import (
 
 PROMPT = [5, 77, 130, 42, 9]
 TOKENS = 12
-LARGEST_DIFFERENCE = 2e-6
-"""Of log-probabilities in float32; weights of another version differ by more than 0.1."""
+LARGEST_DIFFERENCE = 1e-5
+"""Of log-probabilities in float32: transformers' own are up to 3.2e-6 off those in float64 (of 200
+weights), and weights of another version differ by more than 0.1."""
 
 
 _SIZES: dict[str, Any] = {
