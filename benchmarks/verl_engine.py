@@ -22,7 +22,7 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 import weightsync as ws
 from tests.verl import workers
-from weightsync.integrations.verl import Options, RolloutReceiver
+from weightsync.integrations.rollouts import Options, RolloutReceiver
 from weightsync.transports.http import HttpTransport
 
 ROW = 1 << 12

@@ -27,6 +27,11 @@ def test_the_version_that_works_is_named(
 
 def test_a_missing_server_extra_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    engines = ModuleType("verl.checkpoint_engine")
+    vars(engines).update(CheckpointEngine=object, CheckpointEngineRegistry=object)
+    monkeypatch.setitem(sys.modules, "verl.checkpoint_engine", engines)
+    monkeypatch.delitem(sys.modules, "weightsync.integrations.rollouts", raising=False)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     with pytest.raises(BackendUnavailableError, match=rf"{SAID} \(import of uvicorn"):
         importlib.import_module(NAME)

@@ -276,9 +276,9 @@ def test_an_iterator_that_is_closed_late_ends_itself_alone(engines: Engines) -> 
 def test_a_name_that_comes_twice_and_what_is_no_tensor_are_named(engines: Engines) -> None:
     one = torch.ones(4)
     for given, said in (
-        ([("a", one), ("b", one), ("a", one)], "verl gave a twice"),
-        ([("a", one), ("b", 3.5)], "verl gave 'b' with a float"),
-        ([("a", one), (7, one)], "verl gave 7 with a Tensor"),
+        ([("a", one), ("b", one), ("a", one)], "the trainer gave a twice"),
+        ([("a", one), ("b", 3.5)], "the trainer gave 'b' with a float"),
+        ([("a", one), (7, one)], "the trainer gave 7 with a Tensor"),
     ):
         engines.receive(keep, 1)
         with pytest.raises(ConfigError, match=said):
