@@ -57,7 +57,9 @@ FOUND = {
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_benchmark_runs(name: str, shm_clean: None) -> None:
-    if name in ("scaling", "lossy", "quantized") and (problem := netns_problem() or limit_problem()):
+    if name in ("scaling", "lossy", "quantized") and (
+        problem := netns_problem() or limit_problem()
+    ):
         pytest.skip(f"hosts cannot be made here: {problem}")
     assert SAID[name] in run(name, *TOYS[name])
 
