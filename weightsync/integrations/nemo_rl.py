@@ -3,8 +3,8 @@
     policy.generation.refit_transport=weightsync.integrations.nemo_rl:WeightsyncCheckpointEngine
 
 Each rank of vLLM is a receiver with an HTTP endpoint of its own; the ranks of the policy are one
-sender. Written against the abstract class of commit 7ea279abf (22 August 2026), after release
-0.7.0. **It has never run inside NeMo-RL**, nor with tensors on a GPU.
+sender. Written against the abstract class of commit 7ea279abf (22 August 2026), version
+0.6.0. **It has never run inside NeMo-RL**, nor with tensors on a GPU.
 """
 
 from __future__ import annotations
