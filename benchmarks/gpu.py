@@ -5,8 +5,9 @@
 needs no arguments, and no package but torch, msgspec and xxhash. The trainer is this
 process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
 copy of as many bytes on the device, measured in the same run. `--strict` ends with status 3 if a
-target is not met. `--device cpu --preset toy` runs the same code without a GPU; its figures have no
-meaning.
+target is not met. With `--peer` the receiver is on a second GPU, and the limit is a copy between
+both; that was never run. `--device cpu --preset toy` runs the same code without a GPU; its figures
+have no meaning.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from weightsync.weights.sources.base import ModuleSource
 
 WARM_UPS = 2
 UNMET = 3
+PEER = "cuda:1"
 RIVAL_BUCKET_NBYTES = 1 << 30
 """The default of the protocol that is re-enacted."""
 MODELS: dict[str, tuple[str, Callable[[], list[Tensor]]]] = {
@@ -133,10 +135,10 @@ def kernels_of(module: nn.Module, device: Device, repeats: int) -> tuple[dict[st
     return found, isinstance(proved[0], FusedUnit)
 
 
-def copy_seconds(nbytes: int, device: Device, repeats: int) -> float:
-    """Time one copy of as many bytes in one piece: the limit."""
+def copy_seconds(nbytes: int, device: Device, repeats: int, other: str = "") -> float:
+    """Time one copy of as many bytes in one piece, perhaps to another device: the limit."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch)
-    target = torch.empty_like(source)
+    target = torch.empty_like(source, device=other or device.torch)
     return device.seconds(lambda: target.copy_(source), repeats)
 
 
@@ -257,10 +259,11 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[str]]:
 
 
 def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, n: int) -> Result:
-    """Measure all updates and passes of one model."""
+    """Measure all updates and passes of one model, to a receiver on the device `kind`."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     module = module_on(tensors, device)
-    copies = [copy_seconds(nbytes, device, n)]
+    other = kind if kind == PEER else ""
+    copies = [copy_seconds(nbytes, device, n, other)]
     kernels, is_fused = kernels_of(module, device, n)
     device.forget()
     rows: list[Row] = []
@@ -271,11 +274,13 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
             rows.append(row)
             for path, reason in skipped.items():
                 print(f"{row.way}, verified: {row.verified}: not by {path}: {reason}")
+            if other and row.path != "cuda_ipc":
+                raise SystemExit(f"{title}: one GPU does not read the other: {dict(skipped)}")
         peer.ask("renew")
         rival = rival_seconds(module, tensors, peer, device, n)
         handles = peer.handles
     device.forget()
-    copies.append(copy_seconds(nbytes, device, n))
+    copies.append(copy_seconds(nbytes, device, n, other))
     device.forget()
     copy = min(copies)
     return Result(
@@ -311,8 +316,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
         if free is not None and needed > free:
             print(f"{title}: skipped, it needs {needed / 1e9:.0f} GB and {free / 1e9:.0f} are free")
             continue
-        results.append(run_model(title, tensors, device, options.device, updates))
-    print(f"\ntwo processes on one {device.name}, torch {torch.__version__}")
+        kind = PEER if options.peer else options.device
+        results.append(run_model(title, tensors, device, kind, updates))
+    where = "two" if options.peer else "one"
+    print(f"\ntwo processes on {where} {device.name}, torch {torch.__version__}")
     ring = CUDA_BUCKET_NBYTES * CUDA_BUCKETS
     for result in results:
         print("\n" + table(result, ring_nbytes=ring))
@@ -334,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=tuple(PRESETS), default="full")
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}; joined by commas")
     parser.add_argument("--updates", type=int, help="timed updates of each kind")
+    parser.add_argument("--peer", action="store_true", help="the receiver on a second GPU")
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument(
         "--strict", action="store_true", help=f"end with status {UNMET} if a target is not met"
@@ -341,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a CUDA GPU; --device cpu --preset toy tries the same code without")
+    if options.peer and (options.device == "cpu" or torch.cuda.device_count() < 2):
+        parser.error("--peer needs two GPUs")
     said, met = run(options)
     if options.json is not None:
         options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

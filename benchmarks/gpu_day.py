@@ -63,6 +63,24 @@ STEPS = (
         limit_s=90,
     ),
     Step(
+        name="peer",
+        title="Qwen3-8B from one GPU to another one of this machine, over NVLink or PCIe",
+        words=("-m", "benchmarks.gpu", "--models", "qwen3-8b", "--peer", "--updates", "5"),
+        limit_s=80,
+        gpus=2,
+    ),
+    Step(
+        name="peer-tests",
+        title="the tests that need two GPUs",
+        words=(
+            *("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
+            *("-k", "two_gpus or second_gpu", "tests/gpu"),
+        ),
+        limit_s=60,
+        packages=(*BENCHMARKS, *TESTS),
+        gpus=2,
+    ),
+    Step(
         name="deltas",
         title="deltas and send_async, the same model",
         words=("-m", "benchmarks.gpu_deltas"),

@@ -20,12 +20,12 @@ class Device:
     """A CUDA device by its events and its allocator, or the host by its clock."""
 
     def __init__(self, kind: str) -> None:
-        self.on_gpu = kind == "cuda"
-        self.torch = (
-            torch.device("cuda", torch.cuda.current_device())
-            if self.on_gpu
-            else torch.device("cpu")
-        )
+        self.torch = torch.device(kind)
+        self.on_gpu = self.torch.type == "cuda"
+        if self.on_gpu:
+            if self.torch.index is not None:
+                torch.cuda.set_device(self.torch)
+            self.torch = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name() if self.on_gpu else "CPU"
         self.keys = list(handles.local_gpu_keys()) if self.on_gpu else [host_key()]
 
