@@ -45,7 +45,7 @@ def test_speed_is_bytes_over_the_whole_update() -> None:
 
 def test_plain_data_has_every_field_and_fits_json() -> None:
     plain = report().to_dict()
-    assert set(plain) == {field.name for field in fields(SyncReport)} | {"gbps"}
+    assert set(plain) == {field.name for field in fields(SyncReport)} | {"gbps", "peer"}
     again = json.loads(json.dumps(plain))
     assert again["receivers"][0]["target"] == "http://a"
     assert again["skipped_paths"] == {"cuda_ipc": "no GPU"}

@@ -39,7 +39,7 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.report import DeltaReport, MergeReport, ReceiverReport, SyncReport
+from weightsync.report import DeltaReport, GpuPair, MergeReport, ReceiverReport, SyncReport
 from weightsync.runtime.provided import provide as _provide
 from weightsync.specs import Manifest, TensorSpec
 
@@ -88,6 +88,7 @@ __all__ = [
     "DeltaError",
     "DeltaReport",
     "FusedExpertsSource",
+    "GpuPair",
     "HandleError",
     "Holding",
     "HookSink",

@@ -72,6 +72,23 @@ class MergeReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPair:
+    """The GPUs between which bytes moved, without the memory of the host, by their UUIDs.
+
+    `peer` says that they are two: the receiver read the memory of the trainer's GPU over NVLink or
+    PCIe.
+    """
+
+    trainer: str
+    receiver: str
+
+    @property
+    def peer(self) -> bool:
+        """Whether these are two GPUs."""
+        return self.trainer != self.receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverReport:
     """Report of one receiver on an update; the fields have the meaning of SyncReport's.
 
@@ -83,7 +100,8 @@ class ReceiverReport:
     says then what it was given. `sources` has the bytes that it copied from each rank of the
     trainer, where these send without a gather. `whole`: of a receiver that loads boxes of tensors,
     those that it loads whole because their boxes are not known, with the reasons. `casts`: how many
-    tensors it cast itself, as `{"float32 to bfloat16": 3}`.
+    tensors it cast itself, as `{"float32 to bfloat16": 3}`. `gpus` has the GPUs of each rank of the
+    trainer whose bytes went from GPU to GPU; see GpuPair.
     """
 
     target: str
@@ -100,6 +118,12 @@ class ReceiverReport:
     whole: Mapping[str, str] = field(default_factory=dict)
     casts: Mapping[str, int] = field(default_factory=dict)
     peers: Mapping[str, int] = field(default_factory=dict)
+    gpus: Mapping[int, GpuPair] = field(default_factory=dict)
+
+    @property
+    def peer(self) -> bool:
+        """Whether it read memory of another GPU than its own."""
+        return any(pair.peer for pair in self.gpus.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +202,11 @@ class SyncReport:
         return found
 
     @property
+    def peer(self) -> bool:
+        """Whether a receiver read memory of another GPU; `receivers[i].gpus` names both."""
+        return any(receiver.peer for receiver in self.receivers)
+
+    @property
     def compared(self) -> str:
         """Description of what this update compared: of `verified`, and of a delta also the rest.
 
@@ -205,8 +234,8 @@ class SyncReport:
         return {prefix + name: figure for name, figure in figures.items()}
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as plain data, `gbps` included."""
-        return {**asdict(self), "gbps": self.gbps}
+        """Return the report as plain data, `gbps` and `peer` included."""
+        return {**asdict(self), "gbps": self.gbps, "peer": self.peer}
 
     def to_json(self) -> str:
         """Return the report as one line of JSON; `weightsync plot` reads the lines of a run."""
@@ -216,6 +245,7 @@ class SyncReport:
         return (
             f"version {self.version} in {self.seconds['total'] * 1e3:.1f} ms: "
             f"{self.nbytes / 1e6:.1f} MB in {self.tensors} tensors by {self.path} "
+            f"{'between GPUs ' if self.peer else ''}"
             f"({'packed' if self.packed else 'unpacked'}, {self.apply}, verified: "
             f"{self.verified}), {self.gbps:.2f} GB/s, stall {self.stall_s * 1e3:.2f} ms"
             f"{self._exceptions}"

@@ -455,7 +455,7 @@ def test_transports_that_ucx_lacks_are_a_warning_with_its_reason(
     pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
     monkeypatch.setenv("UCX_TLS", "nonsense")
     before = psutil.Process().children()
-    finding = doctor.run_trial("nixl", NixlBackend().trials()[0])
+    (finding,) = doctor.run_trial("nixl", NixlBackend().trials()[0])
     assert (finding.level, finding.works) == (Level.WARNING, False)
     assert finding.seen.startswith("as it is set (UCX_TLS=nonsense): NIXL failed: ")
     assert "transport 'nonsense' is not available, please use one or more of: " in finding.seen
@@ -477,7 +477,8 @@ def test_a_trial_that_takes_too_long_ends_with_its_processes(
 ) -> None:
     monkeypatch.setattr(doctor, "TRIAL_S", 0.01)
     before = psutil.Process().children()
-    finding = doctor.run_trial("tcp", Trial(path="tcp", remedy="wait", is_essential=is_essential))
+    trial = Trial(path="tcp", remedy="wait", is_essential=is_essential)
+    (finding,) = doctor.run_trial("tcp", trial)
     assert finding == Finding(
         "tcp", level, "the other process wrote nothing for 0 s", "wait", False
     )

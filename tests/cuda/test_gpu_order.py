@@ -16,11 +16,11 @@ from torch import nn
 
 import weightsync as ws
 from weightsync.backends import base
-from weightsync.backends.ipc import transfer
 from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import TransferTimeout
 from weightsync.update.gate import ReadWriteGate
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit
+from weightsync.weights.copying.fused import settle
 from weightsync.weights.sinks.module_sink import ModuleSink
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -91,7 +91,7 @@ class TestCopies:
         driver.use(FIRST, 7)
         unit = DeviceCopyUnit(targets=(on(FIRST), on(SECOND)), sources=(on(FIRST),), gaps=())
         program: Any = SimpleNamespace(units=[unit])
-        transfer._settle([program])
+        settle([program])
         assert sorted(driver.log) == [
             "waited for cuda:0, stream 7",
             "waited for cuda:1, stream 0",

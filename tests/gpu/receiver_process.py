@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -128,14 +128,20 @@ class ReceiverProcess:
 
 @contextmanager
 def receiver_process(
-    device: str, *, apply: Literal["staged", "in_place"] = "staged"
+    device: str,
+    *,
+    apply: Literal["staged", "in_place"] = "staged",
+    before: Callable[[], None] | None = None,
 ) -> Iterator[ReceiverProcess]:
-    """Start a receiver of an EveryDtype model on `device`; it ends with the context."""
+    """Start a receiver of an EveryDtype model on `device`; it ends with the context.
+
+    `before`, a module's function, is called there first.
+    """
     # A process of a fork server has torch already; on a GPU each loads it for itself.
     context: Any = CONTEXT if device == "cpu" else multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(PIPES)]
     process = context.Process(
-        target=_serve, args=([child for _, child in pairs], device, apply), daemon=True
+        target=_serve, args=([child for _, child in pairs], device, apply, before), daemon=True
     )
     process.start()
     for _, child in pairs:
@@ -152,9 +158,16 @@ def receiver_process(
     assert process.exitcode == 0, f"the receiver ended with {process.exitcode}"
 
 
-def _serve(pipes: list[Connection], device: str, apply: Literal["staged", "in_place"]) -> None:
+def _serve(
+    pipes: list[Connection],
+    device: str,
+    apply: Literal["staged", "in_place"],
+    before: Callable[[], None] | None,
+) -> None:
     import weightsync as ws
 
+    if before is not None:
+        before()
     torch.set_num_threads(1)
     model = EveryDtype(device)
     receiver = ws.WeightReceiver(model, apply=apply)

@@ -28,11 +28,16 @@ def fast_path(device: str) -> str:
     return "cuda_ipc" if device == "cuda" else "shared_memory"
 
 
-def several_updates(device: str, *, packed: bool, apply: Apply, verify: bool = True) -> None:
-    """Every dtype and shape arrives bit for bit, update after update, by the fast path."""
+def several_updates(
+    device: str, *, packed: bool, apply: Apply, verify: bool = True, other: str = ""
+) -> None:
+    """Every dtype and shape arrives bit for bit, update after update, by the fast path.
+
+    The receiver is on the device `other`, where one is given.
+    """
     model = EveryDtype(device)
     with (
-        receiver_process(device, apply=apply) as receiver,
+        receiver_process(other or device, apply=apply) as receiver,
         ws.connect(model, to=receiver, packed=packed, verify=verify) as sender,
     ):
         for version in (1, 2, 3):
@@ -40,9 +45,50 @@ def several_updates(device: str, *, packed: bool, apply: Apply, verify: bool = T
             report = sender.send_weights()
             assert report.version == version
             assert report.path == fast_path(device), report.skipped_paths
+            assert report.peer is bool(other)
             assert report.packed is packed
             assert report.apply == apply
             assert (report.verified != "none") is verify
+            assert receiver.digests() == digests(model)
+
+
+OTHER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
+
+
+def on_another_gpu() -> None:
+    """Have this process say that its weights are on another GPU than the one that is there.
+
+    All else is real: handles of another process, torch's copies, streams and kernels.
+    """
+    import weightsync.receiver as receiver_module
+    from weightsync.cuda import devices, handles
+    from weightsync.shm.host_keys import host_key
+
+    real = handles.local_gpu_keys()
+    vars(handles)["local_gpu_keys"] = lambda: {**real, OTHER_GPU: 0}
+    for module in (handles, receiver_module):
+        vars(module)["device_keys"] = lambda _: [OTHER_GPU, host_key()]
+    vars(devices)["can_access_peer"] = lambda *_: True
+
+
+def another_gpu(*, packed: bool, apply: Apply, verify: bool = True) -> None:
+    """Updates through the branch for another GPU, on one: what arrives, and what the report says.
+
+    Its copies do not cross a link.
+    """
+    model = EveryDtype("cuda")
+    with (
+        receiver_process("cuda", apply=apply, before=on_another_gpu) as receiver,
+        ws.connect(
+            model, to=receiver, packed=packed, verify=verify, bucket_nbytes=512 << 10
+        ) as sender,
+    ):
+        for version in (1, 2, 3):
+            fill(model, seed=version)
+            report = sender.send_weights()
+            assert (report.path, report.peer) == ("cuda_ipc", True), report.skipped_paths
+            assert report.receivers[0].gpus[0].receiver == OTHER_GPU
+            assert report.verified == ("held" if verify else "none")
             assert receiver.digests() == digests(model)
 
 

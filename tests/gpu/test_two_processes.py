@@ -33,6 +33,23 @@ def test_updates_without_verification(packed: bool) -> None:
     scenarios.several_updates("cuda", packed=packed, apply="staged", verify=False)
 
 
+@pytest.mark.gpu
+@packings
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_the_branch_for_another_gpu_on_one(packed: bool, apply: Apply) -> None:
+    """Written without a GPU; test_peers.py has the rest by a stand-in for the driver."""
+    scenarios.another_gpu(packed=packed, apply=apply)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@packings
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_two_gpus(packed: bool, apply: Apply) -> None:
+    """Written without a GPU, and not run on two."""
+    scenarios.several_updates("cuda", packed=packed, apply=apply, other="cuda:1")
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_bit_of_a_commit_that_copies(device: str, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from weightsync.backends.base import Backend
 from weightsync.backends.ipc.backend import IpcBackend
 from weightsync.backends.registry import choose_backends
 from weightsync.backends.tcp.backend import TcpBackend
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, HandleError
 from weightsync.ranks.commands import RankInfo
 from weightsync.transports.callback import CallbackTransport
 from weightsync.update.fleet import Member
@@ -104,6 +104,38 @@ class TestWays:
         assert found[0] == (0, "shared_memory")
         assert refused.skipped == {"cuda_ipc": "no ptrace"}
 
+    def test_a_gpu_that_the_receivers_own_reads(self) -> None:
+        peers = {"GPU-0": "no peer access", "GPU-1": ""}
+        beside = member("GPU-9", HERE)
+        beside.status.backends["ipc"] = {"peers": peers}
+        first, *others = candidates(beside, GPUS, BACKENDS["ipc"])
+        assert (first.rank, first.path, first.gpus) == (1, "cuda_ipc", ("GPU-1", "GPU-9"))
+        assert [way.path for way in others] == ["shared_memory"]
+        near = member("GPU-0", HERE)  # its own GPU is nearer than another one
+        near.status.backends["ipc"] = {"peers": {"GPU-1": ""}}
+        assert ways(near, GPUS, "ipc")[0] == (0, "cuda_ipc")
+
+    def test_why_a_gpu_beside_is_not_read_is_said(self) -> None:
+        beside = member("GPU-9", HERE)
+        beside.status.backends["ipc"] = {"peers": {"GPU-0": "no peer access", "GPU-1": ""}}
+        ranks = [GPUS[0], card("GPU-1", HERE, no_cuda_ipc="expandable segments")]
+        assert ways(beside, ranks, "ipc")[0][1] == "shared_memory"
+        assert beside.skipped["cuda_ipc"] == "no peer access; expandable segments"
+        blind = member("GPU-9", HERE)
+        assert ways(blind, GPUS[:1], "ipc") == [(0, "shared_memory")]
+        assert "which the receiver does not see (CUDA_VISIBLE_DEVICES" in blind.skipped["cuda_ipc"]
+
+    def test_a_path_that_failed_in_an_update_is_left(self) -> None:
+        near = member("GPU-0", HERE)
+        assert not near.refuse_gpus(HandleError("the driver refuses"))
+        near.note_gpus(0, "cuda_ipc", ("GPU-0", "GPU-0"))
+        assert not near.refuse_gpus(ws.VerificationError(names=["a"]))
+        assert near.refuse_gpus(HandleError("the driver refuses"))
+        assert ways(near, GPUS[:1], "ipc") == [(0, "shared_memory")]
+        assert near.skipped == {"cuda_ipc": "the driver refuses"}
+        near.status = replace(near.status, instance="restarted")
+        assert ways(near, GPUS[:1], "ipc")[0] == (0, "cuda_ipc")
+
     def test_a_backend_is_taken_at_its_word(self) -> None:
         assert ways(member(HERE), CPU, "tcp") == [(0, "tcp")]
         with pytest.raises(ConfigError, match=r"carrier pigeon.*known: auto, ipc, nixl, tcp"):
@@ -171,6 +203,17 @@ class TestOfAllRanks:
     def test_a_gpu_that_a_receiver_cannot_see_is_read_through_the_host(self) -> None:
         paths = {0: "cuda_ipc", 1: "shared_memory"}
         assert self.reached(GPUS[:2], member("GPU-0", HERE)) == paths
+
+    def test_gpus_that_receivers_read_need_no_host(self) -> None:
+        others = member("GPU-0", HERE), member("GPU-1", HERE)
+        for one, other in zip(others, ("GPU-1", "GPU-0"), strict=True):
+            one.status.backends["ipc"] = {"streams": True, "peers": {other: ""}}
+        found = spanning_paths(others, GPUS[:2], IPC)
+        assert not isinstance(found, str)
+        assert {r: way.path for r, way in found.items()} == {0: "cuda_ipc", 1: "cuda_ipc"}
+        left = spanning_paths(others, GPUS[:2], IPC, [(others[0], "cuda_ipc")])
+        assert not isinstance(left, str)
+        assert {way.path for way in left.values()} == {"shared_memory"}
 
     def test_one_path_of_a_rank_for_all_receivers(self) -> None:
         others = member("GPU-0", HERE), member("GPU-1", HERE)

@@ -52,6 +52,7 @@ __all__ = [
     "TransferOptions",
     "TransferProgress",
     "Trial",
+    "TrialPart",
     "WeightTransferEngine",
     "decode_payload",
 ]
@@ -109,12 +110,15 @@ class Reach:
 
     `cost` compares paths: the time of a transfer as a multiple of one plain copy of host memory.
     `why` is the reason for the cost, where it depends on the hosts; `weightsync doctor` shows it.
+    `gpus` are the device keys of the trainer's GPU and of the receiver's, where no byte leaves the
+    memory of GPUs. If such a path fails in an update, the receiver gets the next one.
     """
 
     path: str
     cost: float = 100.0
     why_not: str = ""
     why: str = ""
+    gpus: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         cost: Any = self.cost
@@ -122,6 +126,7 @@ class Reach:
             raise ConfigError(f"the cost of {self} is no number that is at least 0")
         expect(self.why_not, str, "Reach.why_not is")
         expect(self.why, str, "Reach.why is")
+        expect(self.gpus, tuple | None, "Reach.gpus is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +145,18 @@ class Trial:
     why_not: str = ""
     remedy: str = ""
     is_essential: bool = False
+
+
+class TrialPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several results of a trial: what was `seen`, or the reason `why_not` and the remedy.
+
+    `title` tells it apart from others.
+    """
+
+    title: str = ""
+    seen: str = ""
+    why_not: str = ""
+    remedy: str = ""
 
 
 class Reader(msgspec.Struct, frozen=True, kw_only=True):
@@ -636,9 +653,10 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"the backend {self.name} has trials, and no offer_trial()")
 
-    def read_trial(self, path: str, offer: Any) -> str:
+    def read_trial(self, path: str, offer: Any) -> str | Sequence[TrialPart]:
         """Read the memory of an offer, compare its bytes, and return a sentence on what was done.
 
+        Or several, of which the first one says that the path works; the others may have a reason.
         Called in another process that runs this trial alone. Every wait in it has a timeout. Raises
         a WeightSyncError if the path fails.
         """

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weightsync.backends.base import Endpoint, Trial
+from weightsync.backends.base import Endpoint, Trial, TrialPart
 from weightsync.backends.registry import backend_names, choose_backends, endpoints, get_backend
 from weightsync.backends.ring import HOST_BUCKET_NBYTES, HOST_BUCKETS
 from weightsync.cli.child import Child
@@ -539,13 +539,13 @@ def make_path_checks() -> Iterator[Check]:
 
 def try_path(backend: str, trials: Sequence[Trial]) -> list[Finding]:
     """Run the trials of one path, one after the other because they are timed."""
-    return [run_trial(backend, trial) for trial in trials]
+    return [finding for trial in trials for finding in run_trial(backend, trial)]
 
 
-def run_trial(backend: str, trial: Trial) -> Finding:
+def run_trial(backend: str, trial: Trial) -> list[Finding]:
     """Have one process offer memory, and another one read it."""
     if trial.why_not:
-        return ok(trial.path, f"not tried: {trial.why_not}", works=False)
+        return [ok(trial.path, f"not tried: {trial.why_not}", works=False)]
     environment = {**os.environ, **trial.environment}
     title = f"{trial.title}: " if trial.title else ""
     try:
@@ -554,12 +554,24 @@ def run_trial(backend: str, trial: Trial) -> Finding:
             run_helper("read", backend, trial.path, environment=environment) as reader,
         ):
             reader.send(msgspec.json.encode(_answer(owner)))
-            seen = f"{title}{_answer(reader)}"
+            found = msgspec.convert(_answer(reader), str | list[TrialPart])
     except WeightSyncError as exc:
         make = problem if trial.is_essential else warning
         works = None if trial.environment else False
-        return make(trial.path, f"{title}{one_line(exc)}", trial.remedy, works=works)
-    return ok(trial.path, seen, works=None if trial.environment else True)
+        return [make(trial.path, f"{title}{one_line(exc)}", trial.remedy, works=works)]
+    first, *parts = [TrialPart(seen=found)] if isinstance(found, str) else found
+    works = None if trial.environment else True
+    return [
+        ok(trial.path, f"{title}{first.seen}", works=works),
+        *(judge_part(trial.path, part) for part in parts),
+    ]
+
+
+def judge_part(path: str, part: TrialPart) -> Finding:
+    """Return the finding for one of several results of a trial: it decides nothing about a path."""
+    if part.why_not:
+        return warning(path, f"{part.title}: {one_line(part.why_not)}", part.remedy)
+    return ok(path, f"{part.title}: {part.seen}")
 
 
 def _answer(helper: Child) -> Any:

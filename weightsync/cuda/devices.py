@@ -64,6 +64,11 @@ def memory(device: torch.device | None = None) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def can_access_peer(ordinal: int, peer: int) -> bool:
+    """Return whether the driver lets one GPU read and write another one's memory; no context."""
+    return bool(torch.cuda.can_device_access_peer(ordinal, peer))
+
+
 def describe(ordinal: int) -> tuple[str, int]:
     """Return the name of a GPU and the bytes of its memory, without a context on it."""
     found = torch.cuda.get_device_properties(ordinal)

@@ -1,4 +1,4 @@
-"""CUDA IPC handles: memory of one process, opened by another on the same GPU.
+"""CUDA IPC handles: memory of one process, opened by another that sees its GPU.
 
 The only module that knows torch's private tuple. torch wraps `cudaIpcGetMemHandle` and an
 interprocess event, and counts readers in a shared file: `_share_cuda_` adds one, and the storage
@@ -103,6 +103,29 @@ def local_gpu_keys() -> dict[str, int]:
     if torch.version.cuda is None or not torch.cuda.is_available() or _in_forked_child():
         return {}
     return {gpu_key(ordinal): ordinal for ordinal in range(torch.cuda.device_count())}
+
+
+def peer_faults(own: str) -> dict[str, str]:
+    """Return why GPU `own` of this process cannot read each other GPU that is seen here.
+
+    By device key, "" where it can; `{}` where `own` is no GPU of this process.
+    """
+    keys = local_gpu_keys()
+    if own not in keys:
+        return {}
+    return {key: _peer_fault(own, key, keys) for key in keys if key != own}
+
+
+def _peer_fault(own: str, other: str, keys: dict[str, int]) -> str:
+    if own.startswith("MIG-") or other.startswith("MIG-") or _on_mig():
+        return "a MIG slice reads no memory of another GPU, and no other GPU its"
+    pair = keys[own], keys[other]
+    try:
+        # The copies of torch run on the GPU that holds the source, and write to the other one.
+        peers = devices.can_access_peer(*pair) and devices.can_access_peer(*reversed(pair))
+    except (RuntimeError, AssertionError) as exc:
+        return f"the driver does not say whether {own} reads {other}: {first_line(exc)}"
+    return "" if peers else f"no peer access between {own} and {other} (cudaDeviceCanAccessPeer)"
 
 
 def why_not() -> str | None:
@@ -248,6 +271,11 @@ def _to_fields(handle: CudaHandle, ordinal: int) -> tuple[object, ...]:
     return tuple(named[name] for name in _SHARED_FIELDS)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text: torch adds its own to that of the driver."""
+    return str(error).partition("\n")[0]
+
+
 def _check_exportable(tensor: torch.Tensor) -> None:
     """Raise ConfigError for tensors that cannot be exported."""
     fits = tensor.is_cuda and tensor.dtype is torch.uint8 and tensor.is_contiguous()
@@ -321,7 +349,7 @@ def _local_ordinal(handle: CudaHandle) -> int:
     if handle.device not in keys:
         raise HandleError(
             f"the handle is for GPU {handle.device[:128]}, this process sees {_listed(keys)}; "
-            "CUDA IPC needs sender and receiver on one GPU (see CUDA_VISIBLE_DEVICES)"
+            "CUDA IPC needs a receiver that sees the sender's GPU (see CUDA_VISIBLE_DEVICES)"
         )
     return keys[handle.device]
 
@@ -344,10 +372,9 @@ def _foreign_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, OSError, TypeError, ValueError) as exc:
-        first_line = str(exc).partition("\n")[0]
         raise HandleError(
-            f"{what} failed: {first_line}; CUDA IPC needs two processes on one GPU, one container "
-            "(or --ipc=host and a shared pid namespace) and no expandable segments"
+            f"{what} failed: {first_line(exc)}; CUDA IPC needs two processes that see one GPU, one "
+            "container (or --ipc=host and a shared pid namespace) and no expandable segments"
         ) from exc
 
 

@@ -1,18 +1,25 @@
-"""Memory of another process, opened from its handle, and the probe that tests a path."""
+"""Memory of another process, opened from its handle, and the probe that tests a path.
+
+A handle of another GPU is opened with the number that this process has for that GPU, so torch knows
+where the memory lies. Nothing but copies of torch reads it: they need no kernel of this process's
+GPU that has peer access, and a driver that refuses makes an error instead of a fault.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
 
 from weightsync.cuda import handles
 from weightsync.cuda.pinning import Driver, Pinned
-from weightsync.errors import HandleError
+from weightsync.errors import HandleError, WeightSyncError
 from weightsync.shm.host_keys import pick
 from weightsync.shm.segment import PrivateMapping, Segment
-from weightsync.wire.offers import Handle, ProbeInfo, SegmentHandle
+from weightsync.wire.offers import CudaHandle, Handle, KeyedHandle, ProbeInfo, SegmentHandle
 
 
 class OpenMemory:
@@ -95,6 +102,43 @@ class OpenMemory:
         self.close()
 
 
+def pick_readable(offered: KeyedHandle, keys: Sequence[str]) -> tuple[Handle, torch.device | None]:
+    """Return the handle that this process opens, and its GPU if the memory is another GPU's.
+
+    `keys` are its device keys, its GPU's first. Raises HandleError where no handle is for it, or
+    where the memory is that of a GPU that it does not see or that its GPU cannot read.
+    """
+    gpus = [key for key in offered if key.startswith(("GPU-", "MIG-"))]
+    if not gpus or len(keys) < 2 or not set(offered).isdisjoint(keys):
+        return pick(offered, list(keys)), None
+    faults = handles.peer_faults(keys[0])
+    unseen = "this process does not see GPU {} (CUDA_VISIBLE_DEVICES)"
+    reasons = [faults.get(gpu, unseen.format(gpu[:128])) for gpu in gpus]
+    for gpu, reason in zip(gpus, reasons, strict=True):
+        handle = offered[gpu]
+        if isinstance(handle, CudaHandle) and handle.device != gpu:
+            raise HandleError(
+                f"malformed CUDA handle: it is of GPU {handle.device}, and offered for {gpu[:128]}"
+            )
+        if not reason:
+            return handle, torch.device("cuda", handles.local_gpu_keys()[keys[0]])
+    raise HandleError(f"memory of another GPU cannot be read: {'; '.join(reasons)}")
+
+
+@contextmanager
+def reading_a_peer(peer: str, device: torch.device) -> Iterator[None]:
+    """Raise errors of torch and the driver as HandleError while GPU `peer` is read."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as exc:
+        raise HandleError(
+            f"{device} cannot read the memory of GPU {peer}: {handles.first_line(exc)}; the sender "
+            "takes another path"
+        ) from exc
+
+
 PROBE_NBYTES = 64
 """Bytes of a probe."""
 
@@ -107,10 +151,16 @@ def probe_digest(content: bytes) -> str:
 def check_probe(probe: ProbeInfo, keys: list[str]) -> None:
     """Open the probe and compare its bytes. Raises HandleError where they have another digest.
 
-    `keys` are the device keys of this process; the probe's handle is taken from them.
+    `keys` are the device keys of this process; the probe's handle is taken from them. Bytes of
+    another GPU come through this process's own: drivers report peer access that moves other bytes.
     """
-    with OpenMemory(pick(probe.handle, keys)) as memory:
-        found = bytes(memory.part(0, probe.nbytes).tolist())
+    handle, gpu = pick_readable(probe.handle, keys)
+    with OpenMemory(handle) as memory:
+        part = memory.part(0, probe.nbytes)
+        if gpu is not None:
+            with reading_a_peer(", ".join(probe.handle), gpu):
+                part = part.to(gpu)
+        found = bytes(part.tolist())
     if probe_digest(found) != probe.digest:
         raise HandleError(
             "the probe opened, but holds other bytes than the sender wrote: this is the memory "

@@ -17,6 +17,7 @@ from typing import cast
 from weightsync.backends.base import ReaderWatch, part
 from weightsync.errors import (
     ConnectError,
+    HandleError,
     NotReadyError,
     ProtocolError,
     RemoteError,
@@ -104,7 +105,9 @@ class Member:
     stream, these are `ranks`: the member has the same index on all of them, and `rank` is 0.
     `skipped` has the reason why each other path was not taken, `wants` the boxes that the receiver
     loads (None: whole tensors), `whole` the tensors of which it knows no box, with the reasons;
-    `casts` are the numbers of tensors that it casts itself.
+    `casts` are the numbers of tensors that it casts itself. `gpus` are the keys of the trainer's
+    GPU and of the receiver's, by rank, where the bytes stay in the memory of GPUs, by `gpu_path`.
+    `refused` are the reasons why a path failed in an update, by the receiver's instance and path.
     `sender` is the sender id that the receiver knows, `released` the same id after the memory was
     withdrawn. `term` is this sender's term as the owner of the receiver, 0 before the first status.
     `owned` says that this sender has been its owner, `replaced_by` is the owner after it of which
@@ -132,6 +135,9 @@ class Member:
     wants: WantsInfo | None = None
     whole: dict[str, str] = field(default_factory=dict)
     casts: dict[str, int] = field(default_factory=dict)
+    gpus: dict[int, tuple[str, str]] = field(default_factory=dict)
+    gpu_path: str = ""
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
     sender: str = ""
     released: str = ""
     term: int = 0
@@ -162,6 +168,22 @@ class Member:
     def shown_path(self) -> str:
         """The path in reports; a transport that forwards the bytes may name its own."""
         return self.transport.path or self.path
+
+    def note_gpus(self, rank: int, path: str, gpus: tuple[str, str] | None) -> None:
+        """Note that a rank's bytes go by this path, from GPU to GPU if there are `gpus`."""
+        if gpus is not None:
+            self.gpus[rank], self.gpu_path = gpus, path
+
+    def why_refused(self, path: str) -> str:
+        """Return why a path to this instance of the receiver failed in an update; "" if not."""
+        return self.refused.get((self.status.instance, path), "")
+
+    def refuse_gpus(self, error: WeightSyncError) -> bool:
+        """Leave the path between GPUs after an update failed with a HandleError; else False."""
+        found = bool(self.gpus) and isinstance(error, HandleError)
+        if found:
+            self.refused[self.status.instance, self.gpu_path] = str(error)
+        return found
 
     def is_named(self, target: str) -> bool:
         """Whether `target` is the name of this member or of its server."""

@@ -251,8 +251,9 @@ class Membership:
     ) -> bool:
         """After a failed update: query the members' versions, and connect new instances again.
 
-        A new instance is a receiver that was restarted, or closed this sender's engine. Returns
-        whether any were connected, or open updates of a dead sender were recovered.
+        A new instance is a receiver that was restarted, or closed this sender's engine. One that
+        cannot read a GPU any more gets another path. Returns whether any were connected, or open
+        updates of a dead sender were recovered.
         """
         fleet = self._fleet
         answers = fleet.call(StatusRequest(), members, timeout_s=fleet.brief_s)
@@ -269,11 +270,13 @@ class Membership:
             self.connect()
             return True
         fleet.observe_versions(answer.status.version for answer in known)
+        left = [member for member, error in failed.items() if member.refuse_gpus(error)]
         unconnected = [
             answer
             for answer in known
             if answer.member.is_new_to(answer.status)
             or isinstance(failed.get(answer.member), UnknownSenderError)
+            or answer.member in left
         ]
         recovered = False
         if any(answer.status.orphaned for answer in known):  # open updates of another, dead sender

@@ -41,7 +41,7 @@ from weightsync.ranks.commands import (
     Transfer,
 )
 from weightsync.ranks.group import are_alike
-from weightsync.report import MergeReport, ReceiverReport, Rule, SyncReport
+from weightsync.report import GpuPair, MergeReport, ReceiverReport, Rule, SyncReport
 from weightsync.update.fleet import (
     Fleet,
     Member,
@@ -355,6 +355,10 @@ class UpdateTransaction:
                 whole=member.whole,
                 casts=member.casts,
                 skipped_paths=member.skipped,
+                gpus={
+                    rank: GpuPair(trainer=ours, receiver=theirs)
+                    for rank, (ours, theirs) in member.gpus.items()
+                },
             )
             for member, reply in replies.items()
         )

@@ -51,12 +51,16 @@ _GENERATIONS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A possible path to a receiver: the trainer rank that sends, the backend and the cost."""
+    """A possible path to a receiver: the trainer rank that sends, the backend and the cost.
+
+    `gpus` as in Reach.
+    """
 
     rank: int
     backend: str
     path: str
     cost: float
+    gpus: tuple[str, str] | None = None
 
 
 def candidates(
@@ -83,10 +87,11 @@ def candidates(
                 continue
             ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(name))
             for reach in reaches(backend, ours, theirs):
-                if reach.why_not:
-                    reasons.setdefault(reach.path, {})[reach.why_not] = None
+                why_not = member.why_refused(reach.path) or reach.why_not
+                if why_not:
+                    reasons.setdefault(reach.path, {})[why_not] = None
                 elif reach.path not in best or reach.cost < best[reach.path].cost:
-                    best[reach.path] = Candidate(rank, name, reach.path, reach.cost)
+                    best[reach.path] = Candidate(rank, name, reach.path, reach.cost, reach.gpus)
         for candidate in best.values():
             reasons.pop(candidate.path, None)
             found.append((place if ordered else 0, candidate.cost, candidate))
@@ -213,10 +218,16 @@ class PathSelector:
             chosen = assign(candidates_of, lambda name: self._backend(name).requires)
             try:
                 self._open(chosen)
-                failed = _path_failures(self._connect(list(chosen)))
+            except BackendUnavailableError as exc:
+                self.withdraw()
+                failed = _of_gpus(chosen, exc)
+                if not failed:
+                    raise
             except BaseException:
                 self.withdraw()
                 raise
+            else:
+                failed = self._connected(list(chosen))
             if not failed:
                 return
             self.withdraw()
@@ -224,6 +235,14 @@ class PathSelector:
                 tried = chosen[answer.member]
                 logger.warning("%s: path %s: %s", answer.member.target, tried.path, answer.error)
                 candidates_of[answer.member].remove(tried)
+
+    def _connected(self, members: Sequence[Member]) -> list[MemberReply]:
+        """Connect members whose engines are open; return the results of paths that do not work."""
+        try:
+            return _path_failures(self._connect(members))
+        except BaseException:
+            self.withdraw()
+            raise
 
     def _connect_spanning(self, members: Sequence[Member]) -> bool:
         """Connect all members so that each rank sends what it holds; False where that fails.
@@ -237,7 +256,7 @@ class PathSelector:
         self.why_gathered = group.worker.plan.why_not
         if self.why_gathered:
             return False
-        refused: set[tuple[Member, str]] = set()
+        refused: dict[tuple[Member, str], str] = {}
         while True:
             found = span_ranks(
                 members, group.rank_infos, self._backends, refused, ordered=self._ordered
@@ -248,10 +267,10 @@ class PathSelector:
                 self.why_gathered = self.why_gathered or found
                 break
             try:
-                failed = self._open_spanning(found)
+                failed = self._open_spanning(found, refused)
                 if not failed and self._note_wants(members):
                     self.withdraw()
-                    failed = self._open_spanning(found)
+                    failed = self._open_spanning(found, refused)
             except BackendUnavailableError as exc:  # of a rank, when it makes its engines
                 logger.warning("the ranks gather all tensors: %s", exc)
                 self.why_gathered = str(exc)
@@ -261,7 +280,7 @@ class PathSelector:
                 self.why_gathered = ""
                 return True
             self.withdraw()
-            refused.update((answer.member, answer.member.backend) for answer in failed)
+            refused.update(_refusals(failed))
             self.why_gathered = f"{failed[0].member.target}: {failed[0].error}"
             logger.warning("the ranks do not send their own parts so: %s", self.why_gathered)
         for member in members:
@@ -277,20 +296,28 @@ class PathSelector:
         costs = [reach.cost for spanning in found.values() for reach in spanning.paths.values()]
         return all(listed) and single < max(costs, default=0.0)
 
-    def _open_spanning(self, found: Mapping[str, Spanning]) -> list[MemberReply]:
+    def _open_spanning(
+        self, found: Mapping[str, Spanning], refused: Mapping[tuple[Member, str], str]
+    ) -> list[MemberReply]:
         """Connect all members to the streams of all ranks; return the results that failed."""
         members: list[Member] = []
         for backend, spanning in found.items():
             for member in spanning.members:
                 self._candidates(member)  # for the reasons against other paths
-                self._set_spanning(member, backend, spanning.paths)
+                self._set_spanning(member, backend, spanning.paths, refused)
             members += spanning.members
         try:
             self._open({}, streams={name: spanning.paths for name, spanning in found.items()})
-            return _path_failures(self._connect(members))
+        except BackendUnavailableError as exc:
+            self.withdraw()
+            failed = _of_gpus(members, exc)
+            if not failed:
+                raise
+            return failed
         except BaseException:
             self.withdraw()
             raise
+        return self._connected(members)
 
     def _note_wants(self, members: Sequence[Member]) -> bool:
         """Note the boxes that members load; whether these are others than were known before.
@@ -306,11 +333,39 @@ class PathSelector:
         before, self._wants = self._wants, listed
         return before != listed
 
-    def _set_spanning(self, member: Member, backend: str, paths: Mapping[int, Reach]) -> None:
+    def _set_spanning(
+        self,
+        member: Member,
+        backend: str,
+        paths: Mapping[int, Reach],
+        refused: Mapping[tuple[Member, str], str],
+    ) -> None:
         """Have every rank send to a member. Its path is the most expensive one of all ranks."""
         worst = max(paths.values(), key=lambda reach: reach.cost)
         member.rank, member.ranks = 0, tuple(paths)
         member.backend, member.path, member.cost = backend, worst.path, worst.cost
+        member.gpus = {}
+        for rank, taken in paths.items():
+            for reach in self._reaches_of(member, rank, backend):
+                if reach.path == taken.path:
+                    member.note_gpus(rank, reach.path, reach.gpus)
+                    continue
+                why_not = (
+                    refused.get((member, reach.path))
+                    or member.why_refused(reach.path)
+                    or (reach.why_not and f"rank {rank}: {reach.why_not}")
+                )
+                if not why_not and reach.cost < taken.cost:
+                    why_not = f"rank {rank}: its engine takes one path for all receivers"
+                if why_not:
+                    member.skipped.setdefault(reach.path, why_not)
+
+    def _reaches_of(self, member: Member, rank: int, backend: str) -> Sequence[Reach]:
+        """Return the paths of a backend from a rank to a member."""
+        info, there = self._group.rank_infos[rank], member.status
+        ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(backend))
+        theirs = Endpoint(keys=there.device_keys, facts=there.backends[backend])
+        return reaches(self._backend(backend), ours, theirs)
 
     def offer(self, members: Sequence[Member]) -> None:
         """Connect members by the path that they have. Raises the first error."""
@@ -349,7 +404,7 @@ class PathSelector:
         if {rank: reach.path for rank, reach in spanning.paths.items()} != self._paths[name]:
             return False
         self._candidates(member)  # for the reasons against other paths
-        self._set_spanning(member, name, spanning.paths)
+        self._set_spanning(member, name, spanning.paths, {})
         try:
             self.offer([member])
         except _PATH_ERRORS as exc:
@@ -422,6 +477,8 @@ class PathSelector:
         member.ranks = ()
         member.rank, member.backend, member.path = chosen.rank, chosen.backend, chosen.path
         member.cost = chosen.cost
+        member.gpus = {}
+        member.note_gpus(chosen.rank, chosen.path, chosen.gpus)
 
     def _open(
         self,
@@ -720,12 +777,12 @@ def span_ranks(
     """Return how all ranks reach each member, by backend; or why some rank does not reach one.
 
     A member gets the backend whose path from the rank that is furthest is the cheapest; with
-    `ordered` the first one that reaches it. Not a backend by which it was `refused`.
+    `ordered` the first one that reaches it. Not a backend or a path by which it was `refused`.
     """
     chosen: dict[str, list[Member]] = {}
     for member in members:
         left = [backend for backend in backends if (member, backend.name) not in refused]
-        found = _cheapest_spanning(member, ranks, left, ordered=ordered)
+        found = _cheapest_spanning(member, ranks, left, refused, ordered=ordered)
         if isinstance(found, str):
             return found or f"no path is left to {member.target}"
         chosen.setdefault(found.name, []).append(member)
@@ -733,7 +790,7 @@ def span_ranks(
     required = {base: path for each, own in own_of if own for base, path in each.requires.items()}
     spanning: dict[str, Spanning] = {}
     for backend, own in own_of:
-        paths = spanning_paths(own, ranks, backend, only=required.get(backend.name))
+        paths = spanning_paths(own, ranks, backend, refused, only=required.get(backend.name))
         if own and isinstance(paths, str):
             return paths
         if own and not isinstance(paths, str):
@@ -742,13 +799,18 @@ def span_ranks(
 
 
 def _cheapest_spanning(
-    member: Member, ranks: Sequence[RankInfo], backends: Sequence[Backend], *, ordered: bool
+    member: Member,
+    ranks: Sequence[RankInfo],
+    backends: Sequence[Backend],
+    refused: Container[tuple[Member, str]],
+    *,
+    ordered: bool,
 ) -> Backend | str:
     """Return the backend by which all ranks reach a member best; or why there is none."""
     best: tuple[float, Backend] | None = None
     reasons: dict[str, None] = {}
     for backend in backends:
-        found = spanning_paths([member], ranks, backend)
+        found = spanning_paths([member], ranks, backend, refused)
         if isinstance(found, str):
             reasons[found] = None
             continue
@@ -762,12 +824,14 @@ def spanning_paths(
     members: Sequence[Member],
     ranks: Sequence[RankInfo],
     backend: Backend,
+    refused: Container[tuple[Member, str]] = (),
     *,
     only: str | None = None,
 ) -> dict[int, Reach] | str:
     """Return the cheapest path from each rank that reaches all members; or why there is none.
 
-    `only`: the path that another backend requires of this one.
+    Not a path by which a member was `refused`. `only`: the path that another backend requires of
+    this one.
     """
     name = backend.name
     for member in members:
@@ -781,7 +845,7 @@ def spanning_paths(
         if name in info.unusable:
             return f"rank {rank}: {info.unusable[name]}"
         ours = Endpoint(keys=info.keys, rank=rank, facts=info.backends.get(name))
-        shared = _shared_path(members, ours, backend, only)
+        shared = _shared_path(members, ours, backend, refused, only)
         if isinstance(shared, str):
             return shared
         found[rank] = shared
@@ -789,7 +853,11 @@ def spanning_paths(
 
 
 def _shared_path(
-    members: Sequence[Member], ours: Endpoint, backend: Backend, only: str | None
+    members: Sequence[Member],
+    ours: Endpoint,
+    backend: Backend,
+    refused: Container[tuple[Member, str]],
+    only: str | None,
 ) -> Reach | str:
     """Return the cheapest path from a rank that reaches all members; or why there is none."""
     usable: dict[str, list[Reach]] = {}
@@ -798,10 +866,11 @@ def _shared_path(
         there = member.status
         theirs = Endpoint(keys=there.device_keys, facts=there.backends[backend.name])
         for reach in reaches(backend, ours, theirs):
-            if only not in (None, reach.path):
+            if only not in (None, reach.path) or (member, reach.path) in refused:
                 continue
-            if reach.why_not:
-                why_not = f"rank {ours.rank} does not reach {member.target}: {reach.why_not}"
+            reason = member.why_refused(reach.path) or reach.why_not
+            if reason:
+                why_not = f"rank {ours.rank} does not reach {member.target}: {reason}"
             else:
                 usable.setdefault(reach.path, []).append(reach)
     shared = [each for each in usable.values() if len(each) == len(members)]
@@ -809,6 +878,23 @@ def _shared_path(
         return why_not
     worst = [max(each, key=lambda reach: reach.cost) for each in shared]
     return min(worst, key=lambda reach: reach.cost)
+
+
+def _refusals(failed: Iterable[MemberReply]) -> dict[tuple[Member, str], str]:
+    """Return the path that members leave, or the backend, with the reasons.
+
+    Where one rank's GPU cannot be read, all ranks take another path of the backend.
+    """
+    members = {answer.member: str(answer.error) for answer in failed}
+    return {(m, m.gpu_path if m.gpus else m.backend): why for m, why in members.items()}
+
+
+def _of_gpus(members: Iterable[Member], error: BackendUnavailableError) -> list[MemberReply]:
+    """Return an engine's error as that of the members that were to read the memory of a GPU."""
+    failed = [member for member in members if member.gpus]
+    for member in failed:
+        member.skipped[member.gpu_path] = str(error)
+    return [MemberReply(member, error=error) for member in failed]
 
 
 def _replies(answers: Sequence[MemberReply], rank: int) -> Replies:

@@ -1,9 +1,11 @@
-"""The backend of one host: CUDA IPC on one GPU, shared memory between processes of the host."""
+"""The backend of one host: CUDA IPC on its GPUs, shared memory between its processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
+from importlib import import_module
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from weightsync.backends.base import (
     TrainerWeightTransferEngine,
     TransferOptions,
     Trial,
+    TrialPart,
     WeightTransferEngine,
     decode_payload,
 )
@@ -22,26 +25,35 @@ from weightsync.backends.rank_streams import RankStreamsEngine
 from weightsync.backends.ring import MAX_READERS, ProbeMemory
 from weightsync.cuda import handles
 from weightsync.cuda.memory import check_probe
-from weightsync.errors import BackendUnavailableError
 from weightsync.shm.host_keys import host_key
 from weightsync.shm.store_order import order_stores
 from weightsync.weights.sources.base import WeightSource
 from weightsync.wire.offers import ProbeInfo
 
-CUDA_IPC_COST, SHARED_MEMORY_COST, OTHER_GPU_COST = 0.1, 1.1, 1.2
+CUDA_IPC_COST, PEER_COST, SHARED_MEMORY_COST, OTHER_GPU_COST = 0.1, 0.2, 1.1, 1.2
 
 
 class IpcBackend(Backend):
-    """Paths `cuda_ipc` (one GPU) and `shared_memory` (one host)."""
+    """Paths `cuda_ipc` (one GPU, or two that read each other) and `shared_memory` (one host)."""
 
     name: ClassVar[str] = "ipc"
     reads_in_place: ClassVar[bool] = True
     max_readers: ClassVar[int | None] = MAX_READERS
 
     def endpoint(self, device: torch.device) -> Any:
-        """Return that streams are read, and why this GPU's memory cannot be exported, if so."""
-        refused = handles.why_not() if device.type == "cuda" else None
-        return {"streams": True} | ({} if refused is None else {"no_cuda_ipc": refused})
+        """Return that streams are read, and what this process can do with the memory of GPUs.
+
+        `no_cuda_ipc` is why this GPU's memory cannot be exported, if so. `peers` has for each other
+        GPU that is seen here why this one cannot read its memory, "" where it can.
+        """
+        facts: dict[str, Any] = {"streams": True}
+        if device.type == "cuda":
+            refused = handles.why_not()
+            if refused is not None:
+                facts["no_cuda_ipc"] = refused
+            keys = handles.device_keys(device)
+            facts["peers"] = handles.peer_faults(keys[0])
+        return facts
 
     def takes_streams(self, receiver: Endpoint) -> bool:
         """Whether a receiver says so: one of an older version does not."""
@@ -93,44 +105,50 @@ class IpcBackend(Backend):
         ]
 
     @contextmanager
-    def offer_trial(self, path: str) -> Iterator[list[ProbeInfo]]:
-        """Yield probes in the memory of every GPU, or one in a segment."""
-        devices: list[torch.device | None] = [None]
+    def offer_trial(self, path: str) -> Iterator[Any]:
+        """Yield memory of every GPU, or a probe in a segment."""
         if path == "cuda_ipc":
-            devices = [torch.device("cuda", ordinal) for ordinal in _shared_gpus()]
-        else:
-            order_stores()
-        with ExitStack() as stack:
-            yield [stack.enter_context(closing(ProbeMemory(device))).info() for device in devices]
+            with _gpu_trial().offer_gpus() as offers:
+                yield offers
+            return
+        order_stores()
+        with closing(ProbeMemory()) as probe:
+            yield [probe.info()]
 
-    def read_trial(self, path: str, offer: Any) -> str:
-        """Open the probes of another process."""
-        probes = [decode_payload(probe, ProbeInfo) for probe in offer]
-        gpus = handles.local_gpu_keys() if path == "cuda_ipc" else ()
-        for probe in probes:
-            check_probe(probe, [*gpus, host_key()])
+    def read_trial(self, path: str, offer: Any) -> str | Sequence[TrialPart]:
+        """Open the memory of another process; of GPUs also from each other one."""
         if path == "cuda_ipc":
-            return f"another process opened memory on {len(probes)} GPUs and read its bytes"
+            parts: Sequence[TrialPart] = _gpu_trial().read_gpus(offer)
+            return parts
+        for probe in offer:
+            check_probe(decode_payload(probe, ProbeInfo), [host_key()])
         return "another process opened a segment and read its bytes"
 
 
-def _shared_gpus() -> Sequence[int]:
-    """Return the ordinals of all GPUs. Raises BackendUnavailableError without CUDA IPC."""
-    gpus = list(handles.local_gpu_keys().values())
-    if reason := handles.why_not():
-        raise BackendUnavailableError(reason)
-    return gpus
+def _gpu_trial() -> ModuleType:
+    """Return the module of the trial, which neither a trainer nor a receiver needs."""
+    return import_module("weightsync.backends.ipc.trial")
 
 
 def _cuda_ipc(trainer: Endpoint, receiver: Endpoint) -> list[Reach]:
-    """Return the path between processes of one GPU; [] for a trainer on a CPU, without a reason."""
-    if trainer.gpu is None:
+    """Return the path between GPUs of a host; [] for a trainer on a CPU, without a reason."""
+    gpu = trainer.gpu
+    if gpu is None:
         return []
-    if trainer.gpu not in receiver.keys:
-        why_not = f"the receiver is on {', '.join(receiver.keys)}, the trainer on {trainer.gpu}"
-        return [Reach("cuda_ipc", why_not=why_not)]
-    facts = trainer.facts if isinstance(trainer.facts, Mapping) else {}
-    return [Reach("cuda_ipc", CUDA_IPC_COST, facts.get("no_cuda_ipc", ""))]
+    ours, theirs = (
+        facts if isinstance(facts, Mapping) else {} for facts in (trainer.facts, receiver.facts)
+    )
+    refused = ours.get("no_cuda_ipc", "")
+    if gpu in receiver.keys:
+        return [Reach("cuda_ipc", CUDA_IPC_COST, refused, gpus=(gpu, gpu))]
+    peers = theirs.get("peers", {})
+    if receiver.gpu is not None and isinstance(peers, Mapping) and gpu in peers:
+        why_not = str(peers[gpu]) or refused
+        return [Reach("cuda_ipc", PEER_COST, why_not, gpus=(gpu, receiver.gpu))]
+    why_not = f"the receiver is on {', '.join(receiver.keys)}, the trainer on {gpu}"
+    if receiver.gpu is not None and trainer.host == receiver.host:
+        why_not += ", which the receiver does not see (CUDA_VISIBLE_DEVICES, its container)"
+    return [Reach("cuda_ipc", why_not=why_not)]
 
 
 def _shared_memory(trainer: Endpoint, receiver: Endpoint) -> Reach:

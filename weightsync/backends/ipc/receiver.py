@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
+import torch
+
 from weightsync.backends.base import (
     LoadContext,
     Received,
@@ -13,13 +15,14 @@ from weightsync.backends.base import (
     WeightTransferEngine,
     in_one,
 )
+from weightsync.backends.ipc.landing import LANDING_NBYTES, Landing
 from weightsync.backends.ipc.transfer import (
     IncomingTransfer,
     OpenedMemory,
     chunked_layout,
 )
 from weightsync.backends.ring import IpcInit
-from weightsync.cuda.memory import OpenMemory, check_probe
+from weightsync.cuda.memory import OpenMemory, check_probe, pick_readable
 from weightsync.errors import HandleError, ProtocolError, SegmentError
 from weightsync.shm.host_keys import pick
 from weightsync.shm.ring import Control
@@ -35,6 +38,8 @@ _OWN_NAME = "this receiver"
 
 class IpcWeightTransferEngine(WeightTransferEngine):
     """Reads a ring and registered memory. `device_keys` select the handles to open.
+
+    Memory of another GPU that this one can read lands on this one first (landing.py).
 
     A ring that another backend offers is filled by a process that is not the sender.
     """
@@ -67,12 +72,10 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             kept.callback(control.close)
             _check_generation(init_info.generation, control)
             _check_size(offer, manifest)
-            data = OpenMemory(pick(ring.data, self._keys))
+            handle, gpu = pick_readable(ring.data, self._keys)
+            data = OpenMemory(handle)
             kept.callback(data.close)
-            storages: list[OpenMemory] = []
-            for handle in offer.storages.handles if offer.storages else []:
-                storages.append(OpenMemory(pick(handle, self._keys)))
-                kept.callback(storages[-1].close)
+            storages, storages_gpu = self._open_storages(offer, kept)
             whole = StreamLayout(manifest, unit_nbytes=offer.unit_nbytes)
             buckets = [
                 data.part(i * ring.bucket_nbytes, ring.bucket_nbytes)
@@ -81,6 +84,12 @@ class IpcWeightTransferEngine(WeightTransferEngine):
             kept.callback(buckets.clear)  # before the memory that they view is closed
             registered = _registered(offer, whole, storages)
             _check_entries(offer, whole)
+            landing = None
+            device = gpu or storages_gpu
+            if device is not None:
+                peer = ", ".join(offer.probe.handle)  # it lies beside them
+                landing = Landing(device, peer, _landing_nbytes(offer, whole))
+                kept.callback(landing.close)
             self._opened = OpenedMemory(
                 info=offer,
                 sender=init_info.sender,
@@ -94,6 +103,8 @@ class IpcWeightTransferEngine(WeightTransferEngine):
                 chunked=chunked_layout(manifest, offer),
                 registered=registered,
                 kept=kept.pop_all(),
+                ring_landing=landing if gpu else None,
+                storages_landing=landing if storages_gpu else None,
             )
 
     def receive_weights(self, update_info: RegisteredUpdate, context: LoadContext) -> Received:
@@ -171,6 +182,22 @@ class IpcWeightTransferEngine(WeightTransferEngine):
         if opened is not None:
             opened.close()
 
+    def _open_storages(
+        self, offer: IpcInit, kept: ExitStack
+    ) -> tuple[list[OpenMemory], torch.device | None]:
+        """Open registered memory, all of it on one GPU or in one segment.
+
+        Returns also this receiver's GPU, where it is that of another one. Raises HandleError.
+        """
+        storages: list[OpenMemory] = []
+        offered = offer.storages.handles if offer.storages else []
+        gpu = pick_readable(offered[0], self._keys)[1] if offered else None
+        keys = self._keys if gpu is None else list(offered[0])
+        for handles in offered:
+            storages.append(OpenMemory(pick(handles, keys)))
+            kept.callback(storages[-1].close)
+        return storages, gpu
+
     @property
     def _open(self) -> OpenedMemory:
         opened = self._opened
@@ -233,6 +260,12 @@ def _check_size(info: IpcInit, manifest: Manifest) -> None:
             f"the tensors offered have {manifest.nbytes} bytes; the control segment has room for "
             f"{info.entries} fingerprints of {info.unit_nbytes} bytes each"
         )
+
+
+def _landing_nbytes(offer: IpcInit, whole: StreamLayout) -> int:
+    """Return the bytes that land at once: a copy unit at least, and no more than there are."""
+    unit = max(LANDING_NBYTES, offer.unit_nbytes)
+    return min(unit, max(whole.nbytes, offer.ring.bucket_nbytes))
 
 
 def _check_entries(info: IpcInit, whole: StreamLayout) -> None:

@@ -13,11 +13,18 @@ from typing import NamedTuple
 import torch
 
 from weightsync.backends.base import LoadContext, Received, Steps
+from weightsync.backends.ipc.landing import (
+    LandedPlan,
+    Landing,
+    from_bucket,
+    from_tensors,
+    groups_of,
+)
 from weightsync.backends.ipc.lending import DeliveryPlan, Lent
 from weightsync.backends.ring import IpcInit, RingUpdate
 from weightsync.cuda.memory import OpenMemory
 from weightsync.cuda.pinning import CudaDriver
-from weightsync.cuda.wait import wait_for, wait_for_all_streams
+from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
@@ -33,13 +40,12 @@ from weightsync.weights.copying import arena
 from weightsync.weights.copying.checksums import MASK
 from weightsync.weights.copying.copy_plan import (
     CopyPlan,
-    DeviceCopyUnit,
     Memory,
     Reads,
     UnitCompiler,
 )
 from weightsync.weights.copying.fingerprint import xxh3
-from weightsync.weights.copying.fused import FusedUnit, bucket_reader, fuse, hashers
+from weightsync.weights.copying.fused import bucket_reader, fuse, hashers, settle
 from weightsync.weights.copying.layout import Chunk, CopyUnit, StreamLayout, TensorSlice
 from weightsync.weights.lines.memory import LINE, LineMemory, total_of, why_no_kernels
 from weightsync.weights.sinks.base import (
@@ -95,6 +101,7 @@ class HookFeeder:
     for others of their part or are split over buckets. If the hook kept a view, which the use count
     of the storage shows, TransferError names the tensors. What it wrote to memory that is `lent` is
     dropped; on a GPU, where the sender and other receivers see it, TransferError names the tensors.
+    Not of bytes that `landed` in memory of the receiver: nobody else sees these.
     """
 
     def __init__(
@@ -106,7 +113,9 @@ class HookFeeder:
         plan: DeliveryPlan | None = None,
         memory: torch.Tensor | None = None,
         lent: Lent | None = None,
+        landed: bool = False,
     ) -> None:
+        self._landed = landed
         self._layout = layout
         self._load_target = load_target
         self._lends = context.lends_views
@@ -218,7 +227,7 @@ class HookFeeder:
 
     def _watched(self, indices: Sequence[int], passed: Sequence[NamedTensor]) -> list[NamedTensor]:
         """Return those of the tensors that are the sender's memory, and may be written to."""
-        if not self._load_target.users_own:
+        if self._landed or not self._load_target.users_own:
             return []
         kept = self._plan.kept if self._plan is not None else {}
         return [pair for i, pair in zip(indices, passed, strict=True) if i not in kept]
@@ -253,8 +262,12 @@ _STEP_UNITS = 2
 _MAX_STEP_UNITS = 16
 """The maximum without verification, where it is 1 % of the update and for observers only."""
 _CHECKED_STEPS = 8
+_LANDED_GROUPS = 16
+"""Turns of the two buffers on another GPU, half a gigabyte, after which progress is published."""
 _IN_PLACE = 4
 """Marks kept copy plans that only read memory; the marks of others are `ring` + 2 * `verify`."""
+_ADDED_UP = 8
+"""Added to the mark of plans of another GPU's memory by which all lines are added up."""
 
 
 class Compiled(NamedTuple):
@@ -263,7 +276,7 @@ class Compiled(NamedTuple):
     `nbytes` are the bytes of tensors in these units.
     """
 
-    plans: list[CopyPlan]
+    plans: Sequence[CopyPlan | LandedPlan]
     units: list[list[CopyUnit]]
     nbytes: int
 
@@ -273,7 +286,8 @@ class OpenedMemory:
     """The memory that an init opened: control segment, ring, registered tensors. Its layouts.
 
     Also what the transfers from it keep: compiled copy plans, and memory for large tensors. `kept`
-    closes the memory.
+    closes the memory. Memory of another GPU than this receiver's has a landing, through which all
+    of it is read: the ring, or registered memory, or both.
     """
 
     info: IpcInit
@@ -288,10 +302,13 @@ class OpenedMemory:
     chunked: StreamLayout
     registered: Memory | None
     kept: ExitStack
+    ring_landing: Landing | None = None
+    storages_landing: Landing | None = None
     copy_plans: dict[tuple[int, int, int], tuple[object, object, Compiled]] = field(
         default_factory=dict
     )
     assembly: Assembly = field(default_factory=Assembly)
+    landed: Assembly = field(default_factory=Assembly)
     deliveries: dict[Together | None, DeliveryPlan] = field(default_factory=dict)
     lent: list[Lent] = field(default_factory=list)
 
@@ -340,6 +357,7 @@ class OpenedMemory:
         """Free what is kept, and close the memory. Idempotent."""
         self.copy_plans.clear()
         self.assembly.clear()
+        self.landed.clear()
         for lent in self.lent:
             lent.forget()
         self.lent.clear()
@@ -384,6 +402,9 @@ class IncomingTransfer:
         else:
             self._layout = opened.chunked if ring_update.packed else opened.whole
         self._read_nbytes = self._layout.manifest.nbytes
+        packed = ring_update.packed
+        self._landing = landing = opened.ring_landing if packed else opened.storages_landing
+        self._landed_nbytes = 0 if landing is None else 2 * landing.nbytes
         self._reader = RingReader(
             self._control,
             opened.info.reader,
@@ -412,6 +433,7 @@ class IncomingTransfer:
             lines_total=self._lines_total,
             waited_s=self._waited_s,
             read_nbytes=self._read_nbytes,
+            extra_nbytes=self._landed_nbytes,
         )
 
     def _await_chunk(self, j: int) -> int:
@@ -449,23 +471,26 @@ class IncomingTransfer:
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected = self._expected_of(j, len(units))
             self._context.mark_dirty()
-            got = compiled.plans[j].run()
-            _settle(compiled.plans[j : j + 1])
+            got = self._run(compiled.plans[j])
             self._compare_taken(units, compiled.units[j], got, expected)
-            self._add_up(self._opened.buckets[bucket], chunk)
+            if self._landing is None:
+                lines = self._opened.buckets[bucket][: chunk.stop - chunk.start]
+                self._add_up(lines, chunk.start)
             self._reader.release(j)
             yield
 
     def _through_hook(self, load_target: LoadTarget) -> Generator[None, None, None]:
         """Pass the chunks of the ring to a hook."""
         verify, lent = self._info.verify, self._lent(load_target)
-        feeder = self._feeder(load_target, lent)
+        feeder = self._feeder(load_target, lent, self._layout)
         buckets = self._opened.buckets if lent is None else lent.buckets
         for j, chunk in enumerate(self._layout.chunks):
             self._check()
             bucket = self._await_chunk(j)
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
             expected, buffer = self._expected_of(j, len(units)), buckets[bucket]
+            if self._landing is not None:
+                buffer = self._land_chunk(self._landing, self._layout, chunk, buffer)
             if lent is not None and not verify:
                 lent.restore_written([buffer])
             got = feeder.fingerprints(chunk, buffer, verify=verify)
@@ -489,7 +514,9 @@ class IncomingTransfer:
                 "an unpacked update needs storages, and init had none; init again with them"
             )
         self._check()
-        if load_target.memory is None:
+        if load_target.memory is None and self._landing is not None:
+            yield from self._through_landing(load_target, self._landing, registered)
+        elif load_target.memory is None:
             lent = self._lent(load_target)
             given = registered if lent is None else lent.registered
             assert given is not None
@@ -511,36 +538,93 @@ class IncomingTransfer:
             compiled = self._compile(load_target, ring=False)
             self._read_nbytes = compiled.nbytes
             got = yield from self._each(compiled.plans)
-            _settle(compiled.plans)
+            settle([plan for plan in compiled.plans if isinstance(plan, CopyPlan)])
             taken = [unit for units in compiled.units for unit in units]
             self._compare_taken(self._layout.units, taken, got, self._published_table())
-            if self._lines_total is not None:
+            if self._lines_total is not None and self._landing is None:
                 self._lines_total = LineMemory(self._layout, registered).total()
         if self._control.epoch != self._ring_update.epoch:
             raise TransferError("the sender began another update while this one was read")
 
-    def _add_up(self, bucket: torch.Tensor, chunk: Chunk) -> None:
-        """Add the lines of a chunk to their total, where it is wanted."""
+    def _through_landing(
+        self, load_target: LoadTarget, landing: Landing, registered: Memory
+    ) -> Generator[None, None, None]:
+        """Pass registered tensors of another GPU to a hook, as many at once as a bucket holds."""
+        layout = self._layout.in_chunks(self._opened.info.ring.bucket_nbytes)
+        feeder = self._feeder(load_target, None, layout)
+        expected = self._published_table()
+        reader = self._opened.info.reader
+        before = self._control.loaded(reader)
+        for j, chunk in enumerate(layout.chunks):
+            self._check()
+            buffer = self._land_chunk(landing, layout, chunk, registered)
+            got = feeder.fingerprints(chunk, buffer, verify=self._info.verify)
+            cut = slice(chunk.first_unit, chunk.last_unit)
+            self._compare(layout.units[cut], got, expected[cut])
+            self._refuse_wrong()
+            self._context.mark_dirty()
+            feeder.deliver(j, buffer)
+            self._control.load(reader, before + chunk.stop)
+            yield
+        self._context.mark_dirty()
+        feeder.finish()
+
+    def _land_chunk(
+        self, landing: Landing, layout: StreamLayout, chunk: Chunk, source: torch.Tensor | Memory
+    ) -> torch.Tensor:
+        """Return a chunk that landed from a bucket or from registered tensors."""
+        largest = max(chunk.stop - chunk.start for chunk in layout.chunks)
+        buffer = self._opened.landed.take(largest, landing.device)
+        self._landed_nbytes = 2 * landing.nbytes + largest
+        start, stop = chunk.start, chunk.stop
+        if isinstance(source, Memory):
+            return landing.land_now(from_tensors(buffer, layout, source, start, stop))
+        return landing.land_now(from_bucket(buffer, source, start, start, stop))
+
+    def _run(self, plan: CopyPlan | LandedPlan) -> list[int]:
+        """Run the copies of a chunk of the ring; complete on return."""
+        if isinstance(plan, LandedPlan):
+            return plan.run(self._add_up)
+        got = plan.run()
+        settle([plan])
+        return got
+
+    def _add_up(self, lines: torch.Tensor, start: int) -> None:
+        """Add lines, the first of them at byte `start`, to their total, where it is wanted."""
         if self._lines_total is not None:
-            lines = bucket[: chunk.stop - chunk.start]
-            self._lines_total = self._lines_total + total_of(lines, chunk.start // LINE) & MASK
+            self._lines_total = self._lines_total + total_of(lines, start // LINE) & MASK
 
     def _lent(self, load_target: LoadTarget) -> Lent | None:
         """Return the memory that a hook may write to; None where none of the user's gets it."""
+        if self._landing is not None:
+            return None
         return self._opened.lend() if load_target.users_own else None
 
-    def _feeder(self, load_target: LoadTarget, lent: Lent | None) -> HookFeeder:
+    def _feeder(
+        self, load_target: LoadTarget, lent: Lent | None, layout: StreamLayout
+    ) -> HookFeeder:
         """Return the feeder of a hook, with memory for tensors that wait."""
-        layout, opened, memory = self._layout, self._opened, None
+        opened, landing, memory = self._opened, self._landing, None
         plan = opened.delivery(layout, load_target.together)
         if plan.nbytes:
             # Memory is kept for the model only: other tensors may be larger than all of its own.
             kept = layout is opened.chunked or plan.nbytes <= opened.assembly.nbytes
             assembly = opened.assembly if kept else Assembly()
-            memory = assembly.take(plan.nbytes, opened.buckets[0].device)
-        return HookFeeder(layout, load_target, self._context, plan=plan, memory=memory, lent=lent)
+            device = opened.buckets[0].device if landing is None else landing.device
+            memory = assembly.take(plan.nbytes, device)
+        return HookFeeder(
+            layout,
+            load_target,
+            self._context,
+            plan=plan,
+            memory=memory,
+            lent=lent,
+            landed=landing is not None,
+        )
 
-    def _each(self, copy_plans: Sequence[CopyPlan]) -> Generator[None, None, list[int]]:
+    def _each(
+        self, copy_plans: Sequence[CopyPlan | LandedPlan]
+    ) -> Generator[None, None, list[int]]:
         """Run the plans of registered memory, and publish the progress for the sender."""
         got: list[int] = []
         reader = self._opened.info.reader
@@ -549,7 +633,11 @@ class IncomingTransfer:
             if i % _CHECKED_STEPS == 0:
                 self._check()
             self._control.load(reader, before + copy_plan.start)
-            got += copy_plan.run()
+            if isinstance(copy_plan, LandedPlan):
+                self._check()
+                got += copy_plan.run(self._add_up)
+            else:
+                got += copy_plan.run()
             yield
         self._control.load(reader, before + self._layout.nbytes)
         return got
@@ -578,19 +666,27 @@ class IncomingTransfer:
             raise TransferError("this load target has no memory of its own")
         verify = self._info.verify
         kind = int(ring) + 2 * verify
+        if self._landing is not None and self._lines_total is not None:
+            kind += _ADDED_UP
         kept = self._opened.kept_plans(self._layout, memory, kind)
         if kept is not None:
             return kept
         registered = None if ring else self._opened.registered
-        compiler = UnitCompiler(self._layout, memory, registered)
+        landing = self._landing
+        compiler = UnitCompiler(self._layout, memory, registered if landing is None else None)
         buckets = self._opened.buckets
         if ring and buckets[0].device.type == "cpu":
             _pin_for(memory, self._opened.ring)
-        plans: list[CopyPlan] = []
+        plans: list[CopyPlan | LandedPlan] = []
         taken: list[list[CopyUnit]] = []
         for j, chunk in enumerate(self._layout.chunks):
             bucket = buckets[j % len(buckets)] if ring else None
             units = self._layout.units[chunk.first_unit : chunk.last_unit]
+            if landing is not None:
+                for piece in self._pieces(units, compiler, landing, ring=ring):
+                    plans.append(self._landed(landing, compiler, chunk, bucket, piece))
+                    taken.append([unit for unit in piece if compiler.takes(unit)])
+                continue
             units = [unit for unit in units if compiler.takes(unit)]
             compiled = fuse(
                 [compiler.compile(r, bucket, chunk.start) for r in units], verify=verify
@@ -610,6 +706,48 @@ class IncomingTransfer:
         if self._info.manifest is None:
             self._opened.keep(self._layout, memory, kind, found)
         return found
+
+    def _pieces(
+        self, units: list[CopyUnit], compiler: UnitCompiler, landing: Landing, *, ring: bool
+    ) -> list[list[CopyUnit]]:
+        """Return the units of each plan: those of a chunk of the ring, or of several turns.
+
+        Those that have no place here land only where all lines are added up.
+        """
+        if self._lines_total is None:
+            units = [unit for unit in units if compiler.takes(unit)]
+        if ring:
+            return [units]
+        groups = list(groups_of(units, landing.nbytes))
+        return [
+            [unit for group in groups[i : i + _LANDED_GROUPS] for unit in group]
+            for i in range(0, len(groups), _LANDED_GROUPS)
+        ]
+
+    def _landed(
+        self,
+        landing: Landing,
+        compiler: UnitCompiler,
+        chunk: Chunk,
+        bucket: torch.Tensor | None,
+        units: Sequence[CopyUnit],
+    ) -> LandedPlan:
+        """Return the plan of units that land from a bucket, or from registered tensors."""
+        verify, registered = self._info.verify, self._opened.registered
+        arrivals, plans = [], []
+        for turn, group in enumerate(groups_of(units, landing.nbytes)):
+            start, stop, buffer = group[0].start, group[-1].stop, landing.buffer(turn)
+            if bucket is not None:
+                arrivals.append(from_bucket(buffer, bucket, chunk.start, start, stop))
+            else:
+                assert registered is not None
+                arrivals.append(from_tensors(buffer, self._layout, registered, start, stop))
+            compiled = fuse(
+                [compiler.compile(unit, buffer, start) for unit in group if compiler.takes(unit)],
+                verify=verify,
+            )
+            plans.append(CopyPlan.of(start, compiled, verify=verify))
+        return LandedPlan(units[0].start if units else chunk.start, landing, arrivals, plans)
 
     @property
     def _step_units(self) -> int:
@@ -673,9 +811,19 @@ class IncomingTransfer:
         return self._context.verification if reads_back else "arrived"
 
     def _same_side(self, memory: Memory) -> bool:
-        """Whether loaded memory was fingerprinted. False where a GPU reads a bucket on the host."""
+        """Whether loaded memory was fingerprinted. False where a GPU reads memory of the host."""
         on_gpu = any(device.type != "cpu" for device in set(map(_DEVICE, memory.tensors)))
-        return not (on_gpu and self._opened.buckets[0].device.type == "cpu")
+        return not (on_gpu and self._source_device.type == "cpu")
+
+    @property
+    def _source_device(self) -> torch.device:
+        """Where the bytes lie that are copied to the load target."""
+        registered = self._opened.registered
+        if self._landing is not None:
+            return self._landing.device
+        if self._ring_update.packed or registered is None or not registered.tensors:
+            return self._opened.buckets[0].device
+        return registered.tensors[0].device
 
     def _check(self) -> None:
         self._context.check()
@@ -697,19 +845,3 @@ def _pin_for(memory: Memory, ring: OpenMemory) -> None:
     device = next((t.device for t in memory.tensors if t.device.type == "cuda"), None)
     if device is not None:
         ring.pin(CudaDriver(device))
-
-
-def _settle(copy_plans: Sequence[CopyPlan]) -> None:
-    """Wait for copies in progress on a GPU, after which the sender may overwrite their source."""
-    if not any(copy_plan.units for copy_plan in copy_plans):
-        return
-    if next(copy_plan.units[0] for copy_plan in copy_plans if copy_plan.units).on_host:
-        return
-    units = [unit for copy_plan in copy_plans for unit in copy_plan.units]
-    if isinstance(units[0], FusedUnit):
-        for unit in units:
-            if isinstance(unit, FusedUnit) and unit.index == 0:
-                unit.wait()
-        return
-    moving = [unit.gpus() for unit in units if isinstance(unit, DeviceCopyUnit)]
-    wait_for(set[torch.device]().union(*moving))

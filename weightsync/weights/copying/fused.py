@@ -18,9 +18,15 @@ import torch
 
 from weightsync.cuda.staging import CopyWork, CudaCopyStream
 from weightsync.cuda.tiles import TILE_WORDS, Kernel, Tiles
+from weightsync.cuda.wait import wait_for
 from weightsync.tensors import as_bytes, as_integers
 from weightsync.weights.copying.checksums import MASK, WORD, settled
-from weightsync.weights.copying.copy_plan import CompiledUnit, DeviceCopyUnit, slices_and_gaps
+from weightsync.weights.copying.copy_plan import (
+    CompiledUnit,
+    CopyPlan,
+    DeviceCopyUnit,
+    slices_and_gaps,
+)
 from weightsync.weights.copying.fingerprint import mix64
 from weightsync.weights.copying.layout import Chunk, StreamLayout
 
@@ -277,6 +283,22 @@ def hashers(
 def _whole(units: Sequence[CompiledUnit]) -> list[DeviceCopyUnit]:
     """Return the units of whole tensors that torch copies: a kernel copies no shards."""
     return [u for u in units if isinstance(u, DeviceCopyUnit) and u.arrived is None]
+
+
+def settle(copy_plans: Sequence[CopyPlan]) -> None:
+    """Wait for copies in progress on a GPU, after which their source may be overwritten."""
+    if not any(copy_plan.units for copy_plan in copy_plans):
+        return
+    if next(copy_plan.units[0] for copy_plan in copy_plans if copy_plan.units).on_host:
+        return
+    units = [unit for copy_plan in copy_plans for unit in copy_plan.units]
+    if isinstance(units[0], FusedUnit):
+        for unit in units:
+            if isinstance(unit, FusedUnit) and unit.index == 0:
+                unit.wait()
+        return
+    moving = [unit.gpus() for unit in units if isinstance(unit, DeviceCopyUnit)]
+    wait_for(set[torch.device]().union(*moving))
 
 
 class PairCopies:

@@ -6,6 +6,7 @@ fingerprinted at once. Every tensor begins at a multiple of `ALIGNMENT`, with ze
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,6 +99,25 @@ class StreamLayout:
     def _cut(self) -> tuple[list[CopyUnit], list[Chunk]]:
         units: list[CopyUnit] = []
         return units, [self._cut_units(start, stop, units) for start, stop in self._cut_chunks()]
+
+    def in_chunks(self, nbytes: int) -> StreamLayout:
+        """Return the same stream and units, in chunks of at most `nbytes`, or of one unit.
+
+        Tensors may be split over two chunks.
+        """
+        made = copy.copy(self)
+        chunks: list[Chunk] = []
+        first = 0
+        for i, unit in enumerate(self.units):
+            if i > first and unit.stop - self.units[first].start > nbytes:
+                chunks.append(Chunk(self.units[first].start, unit.start, first, i))
+                first = i
+        if self.units:
+            chunks.append(
+                Chunk(self.units[first].start, self.units[-1].stop, first, len(self.units))
+            )
+        made.chunks = chunks
+        return made
 
     def slices(self, start: int, stop: int) -> Iterator[TensorSlice]:
         """Yield the parts of tensors between bytes `start` and `stop` of the stream, in order."""
