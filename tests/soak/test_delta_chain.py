@@ -8,9 +8,9 @@ import pytest
 
 from tests.e2e import processes
 from tests.soak import chains
-from tests.soak.sizes import sizes
+from tests.soak.sizes import SOAK
 
-TURN = 100
+TURN = 50
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,19 @@ class Size:
     growth: float
 
 
-@sizes(
-    quick=Size(updates=100, warm_up=200, growth=0.01),
-    whole=Size(updates=10_000, warm_up=1_000, growth=0.01),
-)
+QUICK = Size(updates=50, warm_up=100, growth=0.01)
+WHOLE = Size(updates=10_000, warm_up=1_000, growth=0.01)
+
+
 @pytest.mark.parametrize(
-    ("coding", "changes"), [("lines", "random"), ("values", "random"), ("values", "recorded")]
+    ("coding", "changes", "size"),
+    [
+        pytest.param("values", "recorded", QUICK, id="values-recorded-quick"),
+        *(
+            pytest.param(*kind, WHOLE, id="-".join([*kind, "whole"]), marks=SOAK)
+            for kind in [("lines", "random"), ("values", "random"), ("values", "recorded")]
+        ),
+    ],
 )
 @pytest.mark.usefixtures("shm_clean")
 def test_a_chain_of_deltas_drifts_nowhere_and_grows_nowhere(

@@ -48,7 +48,7 @@ def send_many(rank: int, count: int) -> None:
         assert report.verified == "held"
 
 
-QUICK = Size(100, 150, 3 * GROWTH)
+QUICK = Size(50, 100, 3 * GROWTH)
 WHOLE = Size(2_000, 400, GROWTH)
 """Rank 0 of a new process takes 3 MB more once, at about the 250th update."""
 CASES = [
