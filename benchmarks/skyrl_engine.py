@@ -22,6 +22,7 @@ from tests import crew as crews
 from tests.crew import crew
 from tests.skyrl import trainer
 from tests.skyrl.configs import configuration
+from tests.vllm import served
 from tests.vllm.served import vllm_server
 from tests.vllm.tiny import make_model
 
@@ -68,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=4)
     turns = parser.parse_args().turns
-    crews.WAIT_S = 600.0  # for the imports
+    crews.WAIT_S = served.READY_S = 1200.0  # for the imports
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder, tied=False, **SIZES)
