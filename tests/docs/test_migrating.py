@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import asyncio
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 BEFORE = {
     "docs/migrating-from-vllm.md": 1,
     "docs/migrating-from-trl.md": 1,
-    "docs/migrating-from-openrlhf.md": 1,
 }
 """How many blocks of each page show what there was, and are not run."""
 
@@ -148,59 +144,3 @@ def test_the_names_that_are_kept_send_by_a_callable(
     run(block.code, {"model": model, "llm": Engine()})
     assert receiver.version == 1
     assert same(model, served)
-
-
-def test_openrlhfs_loop_sends_to_every_engine() -> None:
-    (loop,) = [b for b in blocks("docs/migrating-from-openrlhf.md") if "trainer.actor" in b.code]
-    engines = [TinyModel().to(torch.bfloat16) for _ in range(2)]
-    receivers = [ws.WeightReceiver(engine) for engine in engines]
-    model = TinyModel()
-    actor = SimpleNamespace(model=model)
-    trainer = SimpleNamespace(ppo_train=lambda _: train(model), actor=actor)
-    names = {"trainer": trainer, "kl_ctl": 0.1, "steps": 2, "torch": torch}
-    targets = [receiver.handle for receiver in receivers]
-    try:
-        done = run(loop.code, {**names, "targets": targets})
-        assert [receiver.label for receiver in receivers] == ["step-1", "step-1"]
-        assert done["report"].verified == "held"
-        wanted = TinyModel()
-        wanted.load_state_dict(model.state_dict())
-        assert all(same(engine, wanted.to(torch.bfloat16)) for engine in engines)
-    finally:
-        for receiver in receivers:
-            receiver.close()
-
-
-def test_openrlhfs_actors_hand_on_what_they_are_asked() -> None:
-    methods = made_by_page()
-    asked: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
-
-    class Engine:
-        def __getattr__(self, name: str) -> Any:
-            async def method(*args: object, **kwargs: object) -> str:
-                asked.append((name, args, kwargs))
-                return name
-
-            return method
-
-    actor = methods()
-    actor.llm = Engine()
-    names = [name for name, _ in inspect.getmembers(methods, inspect.iscoroutinefunction)]
-    assert asyncio.run(actor.collective_rpc("door", args=("text",))) == "collective_rpc"
-    assert asyncio.run(actor.is_paused()) == "is_paused"
-    asyncio.run(actor.pause_generation(mode="keep"))
-    asyncio.run(actor.resume_generation())
-    asyncio.run(actor.reset_prefix_cache(reset_running_requests=True))
-    asyncio.run(actor.update_weight_version("7"))
-    assert sorted(name for name, *_ in asked) == names
-    assert asked[0] == ("collective_rpc", ("door", None, ("text",), None), {})
-
-
-def test_the_targets_of_no_engines_are_none() -> None:
-    found = [b.code for b in blocks("docs/migrating-from-openrlhf.md") if "vllm_targets" in b.code]
-    assert run(found[-1], {"engines": []})["targets"] == []
-
-
-def made_by_page() -> Any:
-    (block,) = [b for b in blocks("docs/migrating-from-openrlhf.md") if "collective_rpc" in b.code]
-    return run(block.code, {})["WeightSyncMethods"]

@@ -45,6 +45,7 @@ def test_ci_and_the_week_run_all_that_the_project_promises() -> None:
         "test-vllm",
         "test-verl",
         "test-megatron",
+        "test-openrlhf",
         "test-skyrl",
         "test-sglang",
         "soak",

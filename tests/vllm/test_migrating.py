@@ -1,18 +1,16 @@
-"""What docs/migrating-from-*.md say of vLLM: the names of its trainer API, and of its engines."""
+"""What docs/migrating-from-vllm.md says of vLLM: the names of its trainer API."""
 
 from __future__ import annotations
 
 import ast
 import copy
 import importlib
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.engine.async_llm import AsyncLLM
 
 import weightsync as ws
 from tests.vllm.served import Served, vllm_server
@@ -87,29 +85,3 @@ def test_messages_that_cut_what_vllm_fuses_go_in_right_or_are_refused(
     server.assert_computes(model)
     with pytest.raises(ws.RemoteError, match="start_weight_update must be called before"):
         IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), given)
-
-
-def test_what_openrlhfs_actors_hand_on_fits_vllms_engine() -> None:
-    names: dict[str, Any] = {}
-    exec(block("migrating-from-openrlhf.md", "collective_rpc"), names)
-    methods = inspect.getmembers(names["WeightSyncMethods"], inspect.iscoroutinefunction)
-    assert len(methods) == 6
-    for name, method in methods:
-        engines = inspect.signature(getattr(AsyncLLM, name))
-        (call,) = [
-            node
-            for node in ast.walk(ast.parse(source_of(name)))
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.llm.{name}"
-        ]
-        keywords = {keyword.arg or "": None for keyword in call.keywords}
-        engines.bind(None, *([None] * len(call.args)), **keywords)
-        assert inspect.iscoroutinefunction(method)
-
-
-def source_of(method: str) -> str:
-    """Return the lines of one method of the page's class."""
-    tree = ast.parse(block("migrating-from-openrlhf.md", "collective_rpc"))
-    (found,) = [
-        n for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef) and n.name == method
-    ]
-    return ast.unparse(found)

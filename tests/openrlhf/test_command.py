@@ -1,0 +1,17 @@
+"""OpenRLHF's command, with Ray in a network and a process tree of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ray import sandbox
+
+
+@pytest.mark.timeout(2400)
+def test_with_openrlhfs_own_command() -> None:
+    path = Path(__file__).with_name("command.py")
+    options = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-o", "timeout=600")
+    said = sandbox.run("-m", "pytest", *options, path, timeout_s=2300)
+    assert "8 passed" in said, said[-5000:]
