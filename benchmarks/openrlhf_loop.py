@@ -48,6 +48,14 @@ VARIABLES = {
 }
 
 
+class Engine(torch.nn.Module):
+    """Has a model where DeepSpeed's engine has it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 class Trainer:
     """The trainer's half of OpenRLHF on one rank, and a connection to another engine beside it."""
 
@@ -65,7 +73,7 @@ class Trainer:
         self.trainer.args = SimpleNamespace(
             ds=SimpleNamespace(zero_stage=0, tensor_parallel_size=1, load_in_4bit=False)
         )
-        self.trainer.actor = SimpleNamespace(model=torch.nn.parallel.DistributedDataParallel(mine))
+        self.trainer.actor = SimpleNamespace(model=Engine(mine))
         self.trainer.vllm_engines = [engine]
         self.sender = ws.connect(self.model, to=vllm_targets(other), dtype="receiver", delta="off")
 

@@ -27,7 +27,7 @@ from weightsync.tensors import as_bytes
 from weightsync.weights.copying.fingerprint import mix64, to_hex
 from weightsync.wire.messages import CheckReply, CheckRequest, Status, StatusRequest
 
-WAIT_S = 240.0
+WAIT_S = 600.0
 PROMPTS, BATCH = 8, 4
 EXAMPLES_PROMPTS = 16
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openrlhf_grpo.py"

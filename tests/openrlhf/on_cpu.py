@@ -34,7 +34,7 @@ def pretend() -> None:
     if device_mesh.init_device_mesh is not _mesh:
         _made["mesh"] = device_mesh.init_device_mesh
         device_mesh.init_device_mesh = _mesh
-        torch.distributed.init_device_mesh = _mesh
+        vars(torch.distributed)["init_device_mesh"] = _mesh
     for name, members in _FLASH_ATTN.items():
         sys.modules.setdefault(name, _module(name, members))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.e2e.models import digests
 from tests.e2e.ranks_at_work import Digests, Seen, seen
@@ -22,10 +22,20 @@ OTHER: dict[str, Any] = {
 }
 
 
+class Engine(nn.Module):
+    """Has a model where DeepSpeed's engine has it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 def make(rank: int, to: str, other: str = "") -> None:
     """Make the trainer's half of OpenRLHF; `other` is what the last rank has unlike the others."""
     pretend()
-    from weightsync.integrations.openrlhf import trainer
+    with warnings.catch_warnings():  # of DeepSpeed, which are errors in these processes
+        warnings.simplefilter("ignore")
+        from weightsync.integrations.openrlhf import trainer
 
     unlike = OTHER[other] if other and rank == (0 if other == "no engine" else 1) else {}
     model = unlike.get("model", plain())
@@ -40,7 +50,7 @@ def make(rank: int, to: str, other: str = "") -> None:
             zero_stage=0, tensor_parallel_size=1, load_in_4bit=unlike.get("load_in_4bit", False)
         )
     )
-    made.actor = SimpleNamespace(model=DistributedDataParallel(model))
+    made.actor = SimpleNamespace(model=Engine(model))
     KEPT[:] = [made]
 
 

@@ -17,12 +17,13 @@ from weightsync.errors import BackendUnavailableError, ConfigError
 from weightsync.integrations.openrlhf import install
 
 CARRIED = """
-import pickle, sys
+import inspect, pickle, sys
 from tests.openrlhf.on_cpu import pretend
 pretend()
 kind = pickle.loads(open(sys.argv[1], "rb").read())
-trainer = kind.init_model_from_pretrained.__globals__["ActorPPOTrainer"]
-print(trainer.__mro__[-4:-2], dict(trainer.connect_options))
+init = inspect.unwrap(kind.init_model_from_pretrained)  # Ray wraps it
+trainer = init.__globals__["ActorPPOTrainer"]
+print(trainer.__mro__, dict(trainer.connect_options))
 """
 
 
@@ -37,7 +38,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ray_carries_the_trainer_and_its_settings(options: dict[str, Any], tmp_path: Path) -> None:
     install(**options)
     actor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
-    (tmp_path / "class").write_bytes(ray.cloudpickle.dumps(actor))
+    dumps: Any = ray.cloudpickle.dumps
+    (tmp_path / "class").write_bytes(dumps(actor))
     command = [sys.executable, "-c", CARRIED, str(tmp_path / "class")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert "weightsync.integrations.openrlhf.trainer.WeightsyncPPOTrainer" in done.stdout
@@ -45,8 +47,15 @@ def test_ray_carries_the_trainer_and_its_settings(options: dict[str, Any], tmp_p
 
 
 def test_settings_that_are_none_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^install\(\) has no settings dtype, speed; it takes"):
-        install(speed=1, dtype="float32")
+    trainer = ppo_actor.ActorPPOTrainer
+    said = (
+        "pakced: no setting of connect(), nor of install(); did you mean packed?; install() takes "
+        "no dtype: each tensor is cast to what the engines keep"
+    )
+    with pytest.raises(ConfigError) as caught:
+        install(pakced=True, dtype="float32")
+    assert str(caught.value) == said
+    assert ppo_actor.ActorPPOTrainer is trainer, "nothing is replaced"
 
 
 @pytest.mark.parametrize(

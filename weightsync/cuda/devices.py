@@ -69,6 +69,12 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
     return bool(torch.cuda.can_device_access_peer(ordinal, peer))
 
 
+def empty_cache() -> None:
+    """Give the memory that torch keeps for later back to the GPUs, where any is in use."""
+    if in_use():
+        torch.cuda.empty_cache()
+
+
 def describe(ordinal: int) -> tuple[str, int]:
     """Return the name of a GPU and the bytes of its memory, without a context on it."""
     found = torch.cuda.get_device_properties(ordinal)

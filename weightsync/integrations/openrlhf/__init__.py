@@ -14,7 +14,6 @@ actors' processes.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator
 from importlib import import_module, metadata
@@ -22,12 +21,10 @@ from typing import Any
 
 from weightsync.errors import (
     BackendUnavailableError,
-    ConfigError,
     MissingExtraError,
     install_hint,
     shorten,
 )
-from weightsync.sender import connect
 
 __all__ = ["install"]
 
@@ -51,8 +48,6 @@ _USED = {
     f"{_ACTOR}.ActorPPOTrainer": ("_init_vllm_sync_group", "broadcast_to_vllm"),
 }
 """The names of OpenRLHF that are replaced, or built on."""
-_OWN = ("source", "to", "dtype", "rename", "quantize", "process_group", "at")
-"""The arguments of `connect` that the trainer gives itself."""
 
 
 def install(**options: Any) -> None:
@@ -60,25 +55,20 @@ def install(**options: Any) -> None:
 
     `options` are settings of `connect`: `timeout_s`, `on_failure`, `verify` and others. To be
     called in the program that makes the actors, which OpenRLHF's command does. Raises ConfigError
-    for other settings, and BackendUnavailableError for an OpenRLHF without the names that are
-    replaced. One of a version that was not tried is logged.
+    for names that are no such settings, and BackendUnavailableError for an OpenRLHF without the
+    names that are replaced. One of a version that was not tried is logged.
     """
-    known = [name for name in inspect.signature(connect).parameters if name not in _OWN]
-    if unknown := sorted(set(options) - set(known)):
-        raise ConfigError(
-            f"install() has no settings {', '.join(unknown)}; it takes these of connect(): "
-            f"{', '.join(known)}"
-        )
     version = _check_openrlhf()
     _note_version(version)
-    import ray  # noqa: PLC0415  # of OpenRLHF, which is optional
-
+    ray: Any = import_module("ray")
     # Each imports what its own actors need: that of the engines no DeepSpeed.
-    engine = import_module("weightsync.integrations.openrlhf.engine")
-    trainer = import_module("weightsync.integrations.openrlhf.trainer")
+    engine = import_module("weightsync.integrations.openrlhf.engine").WeightsyncRolloutActor
+    trainer = import_module("weightsync.integrations.openrlhf.trainer").with_options(options)
     # OpenRLHF's functions look both up when they make actors.
-    import_module(_ENGINES).RolloutRayActor = ray.remote(engine.WeightsyncRolloutActor)
-    import_module(_ACTOR).ActorPPOTrainer = trainer.with_options(options)
+    engines: Any = import_module(_ENGINES)
+    engines.RolloutRayActor = ray.remote(engine)
+    actor: Any = import_module(_ACTOR)
+    actor.ActorPPOTrainer = trainer
 
 
 def _check_openrlhf() -> str:

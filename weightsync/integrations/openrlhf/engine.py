@@ -23,7 +23,9 @@ class WeightsyncRolloutActor(_Actor):  # type: ignore[misc]  # OpenRLHF has no t
     are refused: a trainer that makes them was not replaced.
     """
 
-    async def __init__(self, *args: Any, **kwargs: Any) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, *args: Any, **kwargs: Any
+    ) -> None:
         await super().__init__(*args, **{**kwargs, "weight_transfer_config": {"backend": BACKEND}})
 
     async def collective_rpc(

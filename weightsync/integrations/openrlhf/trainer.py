@@ -10,22 +10,33 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from openrlhf.trainer.ray import ppo_actor
 from peft import PeftModel
 from torch import nn
 
+from weightsync.cuda import devices
 from weightsync.errors import ConfigError
 from weightsync.integrations.huggingface import MergedSource
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.server import VllmWorkerTransport
 from weightsync.ranks.comm import JOIN_TIMEOUT_S, join_ranks
 from weightsync.report import SyncReport
-from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, connect
+from weightsync.sender import DEFAULT_TIMEOUT_S, WeightSender, check_settings, connect
 
 logger = logging.getLogger(__name__)
 
 _Trainer: Any = ppo_actor.ActorPPOTrainer
+_NOT_TAKEN: Mapping[str, str] = {
+    "dtype": "each tensor is cast to what the engines keep",
+    "rename": "OpenRLHF's models and its engines have the names of the checkpoint",
+    "quantize": "OpenRLHF makes its engines in bfloat16",
+    "token": "the engines are Ray actors",
+    "verify_tls": "the engines are Ray actors",
+    "process_group": "the ranks are those of the default group",
+    "at": "the model itself is sent",
+}
 
 
 class WeightsyncPPOTrainer(_Trainer):  # type: ignore[misc]  # OpenRLHF has no types
@@ -48,13 +59,13 @@ class WeightsyncPPOTrainer(_Trainer):  # type: ignore[misc]  # OpenRLHF has no t
         stays paused. Raises the errors of `connect` and `send_weights`, on all ranks.
         """
         # As OpenRLHF's own: what torch keeps may be what an engine on the same GPU needs.
-        torch.cuda.empty_cache()
+        devices.empty_cache()
         self.report = None
         if self._sender is None:
             self._sender = self._connect()
         self.report = self._sender.send_weights()
-        torch.cuda.empty_cache()
-        if torch.distributed.get_rank() == 0:
+        devices.empty_cache()
+        if dist.get_rank() == 0:
             logger.info("%s", self.report)
 
     def _connect(self) -> WeightSender:
@@ -66,7 +77,7 @@ class WeightsyncPPOTrainer(_Trainer):  # type: ignore[misc]  # OpenRLHF has no t
 
     def _targets(self) -> list[VllmWorkerTransport]:
         """Return the workers of all engines, on rank 0, which alone talks to them."""
-        if torch.distributed.get_rank() != 0:
+        if dist.get_rank() != 0:
             return []
         return list(chain.from_iterable(map(vllm_targets, self.vllm_engines)))
 
@@ -75,7 +86,9 @@ def with_options(options: Mapping[str, Any]) -> type[WeightsyncPPOTrainer]:
     """Return the trainer's class with settings of `connect`.
 
     Ray carries a class that no module has by its attributes, and so the settings to all ranks.
+    Raises ConfigError for names that are no settings, or none that OpenRLHF leaves open.
     """
+    check_settings(options, of="install()", without=_NOT_TAKEN)
     if not options:
         return WeightsyncPPOTrainer
     name = WeightsyncPPOTrainer.__name__
