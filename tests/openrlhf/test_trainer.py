@@ -14,8 +14,11 @@ from tests.openrlhf import ranks
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[Crew]:
-    with crew(2) as two:
-        yield two
+    """Two ranks, which import DeepSpeed for a minute where the machine is busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.crew.WAIT_S", 240.0)
+        with crew(2) as two:
+            yield two
 
 
 @pytest.fixture(scope="module")
