@@ -16,7 +16,7 @@ from tests.weights.trainer_models import plain
 KEPT: list[Any] = []
 OTHER: dict[str, Any] = {
     "a base in 4 bits": {"load_in_4bit": True},
-    "another timeout": {"timeout_s": 21.0},
+    "another timeout": {"timeout_s": 61.0},
     "another model": {"model": nn.Linear(3, 5)},
     "no engine": {"to": []},
 }
@@ -40,7 +40,7 @@ def make(rank: int, to: str, other: str = "") -> None:
     unlike = OTHER[other] if other and rank == (0 if other == "no engine" else 1) else {}
     model = unlike.get("model", plain())
 
-    class Trainer(trainer.with_options({"timeout_s": unlike.get("timeout_s", 20.0)})):  # type: ignore[misc]
+    class Trainer(trainer.with_options({"timeout_s": unlike.get("timeout_s", 60.0)})):  # type: ignore[misc]
         def _targets(self) -> Any:
             return unlike.get("to", [to]) if rank == 0 else []
 

@@ -59,7 +59,6 @@ def test_ranks_that_disagree_raise_one_line_on_all(
     for outcome in outcomes:
         assert said in outcome.text
         assert "\n" not in outcome.text
-        assert outcome.took_s < 15
     assert to.reading() == 0, "the engine is as it was"
     trainers.run(ranks.make, to.url)
     assert [outcome.text for outcome, _ in trainers.run(ranks.broadcast)] == ["", ""]
