@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import weightsync as ws
+from tests.gloo import as_rank
 from tests.integrations.sglang_schedulers import Schedulers, Trained
 from weightsync.errors import (
     BackendUnavailableError,
@@ -17,6 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations.sglang import servers
+from weightsync.integrations.sglang.receiving import gather_texts
 from weightsync.transports.base import BaseTransport
 from weightsync.wire.messages import AbortRequest
 
@@ -192,3 +198,15 @@ def test_an_update_that_one_rank_lost_is_committed_by_none(
         sender.send_weights()  # nothing was committed, so it began anew
     assert mixed == [False, False, False]
     assert server.holds(trained)
+
+
+def gathered(rank: int, folder: str) -> list[bytes]:
+    with as_rank(rank, 2, folder, 60):
+        assert dist.group.WORLD is not None
+        return gather_texts(b"x" * (3 + 4 * rank), dist.group.WORLD)
+
+
+def test_ranks_gather_texts_of_unlike_lengths(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(gathered, range(2), [str(tmp_path)] * 2))
+    assert found == [[b"xxx", b"xxxxxxx"]] * 2

@@ -288,7 +288,7 @@ def test_a_name_that_comes_twice_and_what_is_no_tensor_are_named(engines: Engine
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"paked": True}, "unknown field `paked`"),
+        ({"paked": True}, r"paked: no setting of connect\(\).*did you mean packed"),
         ({"timeout_s": "abc"}, r"Expected `float`, got `str` - at `\$.timeout_s`"),
         ({"timeout_s": -1}, r"Expected `float` > 0.0 - at `\$.timeout_s`"),
         ({"apply": "x"}, r"Invalid enum value 'x' - at `\$.apply`"),
