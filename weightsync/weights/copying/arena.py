@@ -33,7 +33,9 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     with no_room(nbytes, device):
         if nbytes > (free := available(device) + _kilobytes("SwapFree:")):
             raise MemoryError(f"{free} bytes are free")
-        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        # Private: a forked child keeps what the weights were, and the kernel takes them back.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
     ask_for_huge_pages(memory)
     populate(memory)
     return _of_pages(memory, nbytes)
