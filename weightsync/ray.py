@@ -23,7 +23,7 @@ from weightsync.errors import ConfigError, MissingExtraError, install_hint
 from weightsync.receiver import WeightReceiver
 from weightsync.transports.calls import CallThreads
 from weightsync.wire import problem
-from weightsync.wire.messages import CALLS
+from weightsync.wire.messages import ALL_CALLS
 
 try:
     import ray
@@ -78,7 +78,7 @@ def _async_verb(call: str) -> Verb:
 def _named(verb: Verb, call: str, owner: str) -> Verb:
     """Add the verb to the group, and name it by its location, so that pickle uses a reference."""
     verb.__name__, verb.__qualname__ = call, f"{owner}.{call}"
-    verb.__doc__ = CALLS[call].__doc__ if call in CALLS else verb.__doc__
+    verb.__doc__ = ALL_CALLS[call].__doc__ if call in ALL_CALLS else verb.__doc__
     return _grouped(verb)
 
 
@@ -131,9 +131,9 @@ class WeightSyncActor:
         return receiver
 
 
-for _call in CALLS:
+for _call in ALL_CALLS:
     setattr(WeightSyncActor, _call, _verb(_call))
-VERBS = (*CALLS, METHOD)
+VERBS = (*ALL_CALLS, METHOD)
 _AsyncVerbs = type("_AsyncVerbs", (), {call: _async_verb(call) for call in VERBS})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +34,7 @@ from weightsync.update.lifecycle import ApplyChoice, State
 from weightsync.update.senders import Senders, installed_backend
 from weightsync.update.session import ReceiverSession
 from weightsync.weights.copying.shards import holds_shards
-from weightsync.weights.sinks.base import HookSink, LoadWeights, WeightSink
+from weightsync.weights.sinks.base import HookSink, LoadWeights, WeightSink, users_code
 from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
 from weightsync.weights.tensor_kinds import warn_of_derived
 from weightsync.wire import codec
@@ -61,12 +61,14 @@ from weightsync.wire.messages import (
     ResumeRequest,
     SharedMemoryUsage,
     ShutdownRequest,
+    SleepRequest,
     StartRequest,
     Status,
     StatusRequest,
     StepReply,
     UpdateRecord,
     UpdateRequest,
+    WakeRequest,
     WorkerReport,
     choose_protocol,
 )
@@ -78,6 +80,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Message)
 DEFAULT_LEASE_S = 60.0
 _READING_S = 300.0
+_FETCH_END_S = 10.0
+"""How long a sleep waits for threads that read the weights for others."""
 
 
 class WeightReceiver:
@@ -101,6 +105,11 @@ class WeightReceiver:
       process and do not use `reading`.
     - `on_release`: called once for each `on_hold` that returned, when that step of the update is
       over and its outcome is visible.
+    - `on_sleep`: called with the level of a sleep, 1 or 2, while no decode step runs, before the
+      module's memory is given back. It frees what the program keeps besides: the KV cache. If it
+      raises at level 1, the receiver stays awake. A hook's weights it moves or frees as well.
+    - `on_wake`: called with the tags that wake up, `weights`, `kv_cache` or both, when the module
+      has memory again.
     - `lease_s`: the longest time that an update may make no progress.
     - `version`: the version of the weights in use.
     - `beside`: another receiver of this process, whose weights are used together with these, as a
@@ -132,6 +141,8 @@ class WeightReceiver:
         on_clear_cache: Callable[[], None] | None = None,
         on_hold: OnHold | None = None,
         on_release: OnRelease | None = None,
+        on_sleep: Callable[[int], None] | None = None,
+        on_wake: Callable[[Sequence[str]], None] | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         version: int = 0,
         beside: WeightReceiver | None = None,
@@ -163,6 +174,8 @@ class WeightReceiver:
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_clear_cache = on_clear_cache
+        self._on_sleep = on_sleep
+        self._on_wake = on_wake
         self._paused = threading.Event()
         self._handlers: dict[type[Message], Callable[..., Reply]] = {
             InitRequest: self._init,
@@ -179,6 +192,8 @@ class WeightReceiver:
             PauseRequest: self._pause,
             ResumeRequest: self._resume,
             FetchRequest: self._fetch,
+            SleepRequest: self._sleep,
+            WakeRequest: self._wake,
         }
         self._fetches_lock = threading.Lock()
         self._fetch_server: FetchServer | None = None
@@ -201,6 +216,11 @@ class WeightReceiver:
     def may_generate(self) -> bool:
         """False while the weights in use are being overwritten, or after that failed (TORN)."""
         return self._session.lifecycle.may_generate
+
+    @property
+    def asleep(self) -> Sequence[str]:
+        """What sleeps of `weights` and `kv_cache`; nothing in a receiver that is awake."""
+        return self._session.lifecycle.asleep
 
     @property
     def paused(self) -> bool:
@@ -284,6 +304,7 @@ class WeightReceiver:
         with session.lock:
             lifecycle = session.lifecycle
             prepared = lifecycle.state is State.PREPARED
+            has_weights = not (lifecycle.is_discarded or "weights" in lifecycle.asleep)
             status = Status(
                 instance=self.instance,
                 protocol=PROTOCOL,
@@ -309,11 +330,14 @@ class WeightReceiver:
                 shared_memory=usage,
                 senders=session.senders.paths(),
                 owner=owner,
-                fetchable=session.load_targets.fetchable(lifecycle.weights_id),
-                lends=session.load_targets.lends(lifecycle.weights_id),
+                fetchable=has_weights and session.load_targets.fetchable(lifecycle.weights_id),
+                lends=has_weights and session.load_targets.lends(lifecycle.weights_id),
                 backends=backends,
                 unusable_backends=unusable_backends,
                 set_id=session.set_id,
+                asleep=list(lifecycle.asleep),
+                sleep_level=lifecycle.sleep_level,
+                discarded=lifecycle.is_discarded,
             )
         return status  # noqa: RET504  # an interrupt at a `return` inside would leave the lock taken
 
@@ -346,12 +370,72 @@ class WeightReceiver:
     def discarded(self) -> None:
         """Note that the weights in use are gone, as after their memory was freed or overwritten.
 
-        Until a full update commits, the receiver is TORN and `reading` raises NotReadyError. The
-        next `send_weights` sends the whole model, also where it would have sent a delta. An open
-        update is aborted. Raises UpdateConflictError where a step of an update does not end within
-        `lease_s`.
+        Until a full update commits, the receiver is TORN and `reading` raises NotReadyError. No
+        other receiver can fetch the weights. The next `send_weights` sends the whole model, also
+        where it would have sent a delta. An open update is aborted. Raises UpdateConflictError
+        where a step of an update does not end within `lease_s`.
         """
         self._session.discarded()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: level 1 keeps the weights on the host, 2 discards them.
+
+        Waits for decode steps (`reading`), and aborts an open update. While it sleeps, `reading`
+        raises NotReadyError, and updates, connections and fetches are refused. After level 2 the
+        receiver is as after `discarded`, also when it is awake. A receiver that sleeps already
+        stays as it is. On the host level 1 leaves the weights where they are.
+
+        Raises ConfigError for a hook's weights without `on_sleep`, TransferError where decode steps
+        do not end within `lease_s`, UpdateConflictError where a step of an update does not.
+        """
+        if level not in (1, 2):
+            raise ConfigError(f"a receiver sleeps at level 1 or 2, not {level!r:.60}")
+        if not self.sink.sleeps and self._on_sleep is None:
+            raise ConfigError(
+                "the weights of this receiver belong to a hook, so it cannot give their memory "
+                "back: give WeightReceiver(..., on_sleep=, on_wake=), or call discarded() when "
+                "they are gone"
+            )
+        if "weights" in self.asleep:
+            return
+
+        def free() -> None:
+            self._end_fetches()
+            if self._on_sleep is not None:
+                with users_code("on_sleep"):
+                    self._on_sleep(level)
+            self.sink.fall_asleep(level)
+
+        self._session.fall_asleep(level, free)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory of `tags` again: `weights`, `kv_cache`, None for all that sleeps.
+
+        The weights come first: UpdateConflictError for the KV cache alone before them. Where
+        `on_wake` raises, or there is no memory, the tags stay asleep; call it again.
+        """
+
+        def take(woken: Collection[str]) -> None:
+            if "weights" in woken:
+                self.sink.wake_up()
+            if self._on_wake is not None:
+                with users_code("on_wake"):
+                    self._on_wake(list(woken))
+
+        self._session.wake_up(tags, take)
+
+    def show_asleep(self, level: int) -> None:
+        """Note that an engine sleeps that gives its memory back itself. Calls no hook.
+
+        Called before it does: nothing reads the weights when this has returned. A second call says
+        that they are gone after all, at level 2. It calls `show_awake` when it has memory again.
+        """
+        if level > self._session.lifecycle.sleep_level or "weights" not in self.asleep:
+            self._session.fall_asleep(level, self._end_fetches)
+
+    def show_awake(self, tags: Sequence[str] | None = None) -> None:
+        """Note that tags of an engine are awake, None: all of them; see `show_asleep`."""
+        self._session.woke_up(tags)
 
     def close(self, *, for_good: bool = True) -> None:
         """Abort an open update and close every mapping. The weights in use stay as they are.
@@ -359,11 +443,15 @@ class WeightReceiver:
         `for_good`: later init and start messages raise ProtocolError. Otherwise a sender may init
         again.
         """
+        self._end_fetches(wait_s=0.0)
+        self._session.close(for_good=for_good)
+
+    def _end_fetches(self, wait_s: float = _FETCH_END_S) -> None:
+        """End what others fetch from this receiver. Raises TransferTimeout where one reads on."""
         with self._fetches_lock:
             lender, self._fetch_server = self._fetch_server, None
         if lender is not None:
-            lender.close()
-        self._session.close(for_good=for_good)
+            lender.close(wait_s)
 
     def _init(self, request: InitRequest) -> InitReply:
         info, probe = request.init_info, request.probe
@@ -433,6 +521,31 @@ class WeightReceiver:
         self._paused.set()
         if self._on_pause is not None:
             self._on_pause(request.mode)
+        return self.status()
+
+    def _sleep(self, request: SleepRequest) -> Status:
+        if request.level == 0:
+            return self._pause(PauseRequest(mode=request.mode))
+        if request.mode == "keep":
+            raise ConfigError(
+                "a sleep drops the KV cache, so no request is kept through it: mode=wait lets them "
+                "end first, mode=abort ends them with the tokens that they have"
+            )
+        was_paused = self.paused
+        self._pause(PauseRequest(mode=request.mode))
+        try:
+            self.sleep(request.level)
+        finally:
+            if not was_paused:  # what comes now is refused, or answered where it stays awake
+                self._resume(ResumeRequest())
+        return self.status()
+
+    def _wake(self, request: WakeRequest) -> Status:
+        tags = request.tags
+        if tags is None or set(tags) - {"scheduling"}:
+            self.wake_up(tags)
+        if self.paused and not self.asleep and (tags is None or "scheduling" in tags):
+            self._resume(ResumeRequest())
         return self.status()
 
     def _resume(self, _: ResumeRequest) -> Status:

@@ -81,7 +81,7 @@ from weightsync.transports.factory import (
 from weightsync.update.coordinator import Coordinator, OnFailure
 from weightsync.update.deltas import DeltaChoice, check_choice, why_never
 from weightsync.update.described import Described, describe_together
-from weightsync.update.fleet import Fleet
+from weightsync.update.fleet import Fleet, Member
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
 from weightsync.update.sets import SetUpdate
@@ -532,6 +532,7 @@ class WeightSender:
         *,
         label: str | None = None,
         rewind: bool = False,
+        wake: bool = False,
     ) -> SyncReport:
         """Send the source's current weights to every receiver; return when all use them.
 
@@ -541,11 +542,16 @@ class WeightSender:
         `version` None is one more than the last version. Versions grow, unless `rewind` is set: the
         trainer went back to an older checkpoint.
 
+        With `wake`, receivers that sleep (docs/sleep.md) are woken in the order that engines need:
+        the weights, then the update, then the KV cache, and they generate. Where the update fails,
+        the weights are awake, and nothing generates. Without it, a receiver that sleeps refuses an
+        update with an UpdateConflictError.
+
         Raises VerificationError, TransferError, TransportError or ProtocolError. The receivers are
         then as they were, except those that the error or their status calls TORN. An error of one
         rank is raised on all ranks.
         """
-        return self._send_weights(version, label, rewind, StopSignal())
+        return self._send_weights(version, label, rewind, StopSignal(), wake=wake)
 
     def send_async(
         self,
@@ -554,6 +560,7 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         replace: bool = False,
+        wake: bool = False,
     ) -> Future[SyncReport]:
         """Copy the source's weights, and send the copy from another thread: the source may change.
 
@@ -567,10 +574,11 @@ class WeightSender:
         One update is in flight. A further call waits for it before it copies. With `replace` it
         cancels the one in flight, whose future then has TransferCancelled, unless it was too late
         or failed. Other methods that send, or change the fleet, wait for it; `close` does, too.
-        Every rank calls this, with the same arguments. A change of the source while it is copied
-        is a VerificationError. Raises the errors of the copy. Never run on a GPU.
+        Every rank calls this, with the same arguments. `wake` is that of `send_weights`. A change
+        of the source while it is copied is a VerificationError. Raises the errors of the copy.
+        Never run on a GPU.
         """
-        return self._start_async(version, label, rewind, replace=replace).future
+        return self._start_async(version, label, rewind, replace=replace, wake=wake).future
 
     async def asend_weights(
         self,
@@ -579,6 +587,7 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         snapshot: bool = False,
+        wake: bool = False,
     ) -> SyncReport:
         """Do the same as `send_weights` without blocking the event loop.
 
@@ -593,7 +602,7 @@ class WeightSender:
         """
         # Not a task: a loop that ends cancels its tasks, and the thread would continue to read.
         if snapshot:
-            flight = self._start_async(version, label, rewind, logs=False)
+            flight = self._start_async(version, label, rewind, logs=False, wake=wake)
         else:
             flight = _InFlight("asend_weights", logs=False, awaited=True)
             self.last_send = flight.future
@@ -602,7 +611,7 @@ class WeightSender:
 
             def send() -> SyncReport:
                 with waited_for_by((task,)):
-                    return self._send_weights(version, label, rewind, flight.stop)
+                    return self._send_weights(version, label, rewind, flight.stop, wake=wake)
 
             flight.start(send)
         sending = asyncio.wrap_future(flight.future)
@@ -634,14 +643,15 @@ class WeightSender:
         label: str | None = None,
         rewind: bool = False,
         partial: bool = False,
+        wake: bool = False,
     ) -> AbstractContextManager[UpdateTransaction | FollowerUpdate]:
         """Open an update in which the caller sends the tensors.
 
         The update commits at the end of the block, and aborts if the block raises. `partial` allows
-        a subset of the model (LoRA), based on the version that the receivers hold. The report is
-        `update.last_report` afterwards.
+        a subset of the model (LoRA), based on the version that the receivers hold. `wake` is that
+        of `send_weights`. The report is `update.last_report` afterwards.
         """
-        return _ConciseBlock(self._update(version, label, rewind, partial))
+        return _ConciseBlock(self._update(version, label, rewind, partial, wake))
 
     @contextmanager
     def _update(
@@ -650,14 +660,18 @@ class WeightSender:
         label: str | None,
         rewind: bool,
         partial: bool,
+        wake: bool,
     ) -> Iterator[UpdateTransaction | FollowerUpdate]:
-        arguments = _texts(version=version, label=label, rewind=rewind, partial=partial)
+        as_flag("wake", wake)
+        arguments = _texts(version=version, label=label, rewind=rewind, partial=partial, wake=wake)
         with self._call("update", arguments) as coordinator:
             if coordinator is None:
                 with following(self._group) as followed:
                     yield followed
             else:
-                with coordinator.updating(version, label, rewind=rewind, partial=partial) as update:
+                with coordinator.updating(
+                    version, label, rewind=rewind, partial=partial, wake=wake
+                ) as update:
                     yield update
 
     @concise
@@ -780,17 +794,19 @@ class WeightSender:
         *,
         replace: bool = False,
         logs: bool = True,
+        wake: bool = False,
     ) -> _InFlight:
+        as_flag("wake", wake)
         for flight in list(self._in_flight) if replace else ():
             flight.stop.set()
-        arguments = _texts(version=version, label=label, rewind=rewind)
+        arguments = _texts(version=version, label=label, rewind=rewind, wake=wake)
         self._run("send_async", lambda leading: leading.take_snapshot(), arguments)
         flight = _InFlight("send_async", logs=logs)
         self.last_send = flight.future
 
         def send() -> SyncReport:
             stop = flight.stop
-            return self._send_weights(version, label, rewind, stop, taken=True)
+            return self._send_weights(version, label, rewind, stop, taken=True, wake=wake)
 
         self._in_flight.append(flight)
         flight.start(send)
@@ -804,12 +820,26 @@ class WeightSender:
         stop: StopSignal,
         *,
         taken: bool = False,
+        wake: bool = False,
     ) -> SyncReport:
-        arguments = _texts(version=version, label=label, rewind=rewind)
+        as_flag("wake", wake)
+        arguments = _texts(version=version, label=label, rewind=rewind, wake=wake)
         with self._call("send_weights", arguments, stop) as coordinator:
             if coordinator is None:
                 return _required(self._group.serve().report)
-            return coordinator.send(version, label, rewind=rewind, taken=taken)
+            return coordinator.send(version, label, rewind=rewind, taken=taken, wake=wake)
+
+    def _wake(self) -> list[Member]:
+        """Wake receivers that sleep. Called by SetSender, before any of its parts is sent."""
+        with self._call("wake", _NOTHING) as coordinator:
+            assert coordinator is not None  # a set is sent by one rank
+            return coordinator.wake()
+
+    def _serve(self, woken: Sequence[Member]) -> None:
+        """Wake the rest of them, after the update of the set."""
+        with self._call("serve", _NOTHING) as coordinator:
+            assert coordinator is not None
+            coordinator.serve(woken)
 
     def _send_in_set(
         self,

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from weightsync.arguments import as_flag
 from weightsync.errors import (
     ConfigError,
     ConnectError,
@@ -115,24 +116,33 @@ class SetSender:
 
     @concise
     def send_weights(
-        self, version: int | None = None, *, label: str | None = None, rewind: bool = False
+        self,
+        version: int | None = None,
+        *,
+        label: str | None = None,
+        rewind: bool = False,
+        wake: bool = False,
     ) -> list[SyncReport]:
         """Send the current weights of all parts; return their reports when all are in use.
 
         All parts get the same version: `version`, by default one more than the newest. A server
         swaps all of them between two decode steps. Requests in flight keep the versions of adapters
-        with which they were accepted.
+        with which they were accepted. `wake` is that of `WeightSender.send_weights`.
 
         Raises the error of the part that failed first. Before the commit no receiver of any part
         has changed then, except those in place, which the error or their status calls TORN. Where a
         sender or a server dies during the commit, the next update of any part completes the set on
         servers that had begun, as an update of one part.
         """
+        as_flag("wake", wake)
+        woken = [sender._wake() for sender in self.senders] if wake else []
         for last in range(_TRIES - 1, -1, -1):
             given = version_after(self.version) if version is None else version
             update = SetUpdate(len(self.senders))
             errors, reports = self._send(update, given, label, rewind=rewind)
             if not errors:
+                for sender, members in zip(self.senders, woken, strict=False):
+                    sender._serve(members)
                 return reports
             error = errors[0] if update.error is None else update.error
             again = update.again or (update.error is error and isinstance(error, _WORTH_ANOTHER))

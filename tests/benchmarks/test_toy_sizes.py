@@ -35,6 +35,7 @@ TOYS: dict[str, list[str]] = {
         "2",
     ],
     "quantized": ["--mib", "8", "--rounds", "1"],
+    "sleep": ["--model", "tiny", "--rounds", "1"],
     "lossy": ["--hosts", "2", "--kill", "1", "--delay-ms", "2", "--mbit", "100", "--rounds", "1"],
 }
 SAID = {
@@ -44,6 +45,7 @@ SAID = {
     "shards": "Two workers take",
     "scaling": "1000 Mbit/s",
     "lossy": "| medians |",
+    "sleep": "x the update alone",
 }
 SERVING = ["--mbytes", "2", "--rounds", "1", "--repeats", "1", "--seconds", "1", "--side", "64"]
 FOUND = {

@@ -54,6 +54,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
 
 NOT_RUN: dict[tuple[str, str], str] = {
     ("README.md", "@ws.ray.remote(num_gpus=1)"): "tests/examples/test_ray_example.py runs the same",
+    ("docs/sleep.md", "llm.sleep(level=2)"): "tests/vllm/test_sleep.py runs the same loop",
     ("docs/deploy.md", "import uvicorn"): "tests/serve/test_descriptor_limit.py serves in this way",
     ("docs/ray.md", "import ray"): "tests/examples/test_ray_example.py runs the same as a program",
     (

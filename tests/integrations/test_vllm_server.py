@@ -731,3 +731,53 @@ def test_workers_that_are_stopped_are_an_error_in_time_and_sent_to_again() -> No
         workers.awake.set()
         endpoints.close()
         workers.end()
+
+
+class TestSleep:
+    """Engine and workers are stand-ins: tests/vllm/test_sleep.py has real ones."""
+
+    def test_wake_update_wake_serve(self, workers: Workers) -> None:
+        with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:
+            sender.send_weights()
+            for level in (1, 2):
+                workers.sleep(level)
+                with pytest.raises(ws.UpdateConflictError, match="sleeps"):
+                    sender.send_weights()
+                workers.log.clear()
+                report = sender.send_weights(wake=True)
+                steps = [step for step in workers.log if step.startswith(("wake", "rpc "))]
+                finish = steps.index("rpc finish_weight_update")
+                assert steps.index("wake weights") < steps.index("rpc update_weights") < finish
+                assert finish < steps.index("wake all")
+                assert not workers.paused
+                assert not workers.is_sleeping
+                assert {r.version for r in workers.receivers} == {report.version}
+
+    def test_awake_without_weights_it_stays_paused_until_an_update(self, workers: Workers) -> None:
+        with ws.connect(source(), to=worker_transports(workers, timeout_s=5)) as sender:
+            sender.send_weights()
+            workers.sleep(2)
+            workers.wake_up()
+            assert workers.paused
+            sender.send_weights()
+            assert not workers.paused
+
+    def test_a_user_may_resume_what_other_code_has_loaded(self, workers: Workers) -> None:
+        workers.sleep(2)
+        workers.wake_up()
+        assert workers.paused
+        workers.resume_scheduler()
+        assert not workers.paused
+
+    def test_after_level_1_it_resumes(self, workers: Workers) -> None:
+        workers.sleep(1)
+        workers.wake_up(["weights"])
+        assert workers.paused
+        workers.wake_up()
+        assert not workers.paused
+
+    def test_engines_without_ours_are_left_alone(self, workers: Workers) -> None:
+        workers.vllm_config.weight_transfer_config = None
+        workers.sleep(2)
+        workers.wake_up()
+        assert not workers.paused

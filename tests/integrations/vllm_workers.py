@@ -9,11 +9,12 @@ import copy
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,7 +134,10 @@ class Workers:
         self.awake.set()
         self.waiting: list[Waiting] = []
         self.refused: list[str] = []
-        self.scheduler = self
+        self.scheduler = self.model_executor = self
+        self.vllm_config = SimpleNamespace(
+            weight_transfer_config=SimpleNamespace(backend=vllm_rpc.BACKEND)
+        )
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self._late = late
         self._results: list[dict[str, Any]] = []
@@ -163,6 +167,27 @@ class Workers:
     def resume(self, *, timeout_s: float) -> None:
         self._note("resume")
         self._in_loop(self.resume_scheduler)
+
+    def wake_up(self, tags: Sequence[str] | None = None, *, timeout_s: float = 5) -> bool:
+        """Of an engine as of its client: what sleeps wakes up, and then it is resumed."""
+        self._note(f"wake {'+'.join(tags or ['all'])}")
+        for receiver in self.receivers:
+            receiver.show_awake(tags)
+        if not self.is_sleeping:
+            self.resume_scheduler()
+        return not self.is_sleeping
+
+    def sleep(self, level: int) -> None:
+        self.paused = True
+        for receiver in self.receivers:
+            receiver.show_asleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return any(receiver.asleep for receiver in self.receivers)
+
+    def add_request(self, request: object) -> None:
+        """Called by nobody here: the plug-in wraps it."""
 
     def reset_prefix_cache(
         self, *, timeout_s: float = 5, reset_running_requests: bool = True

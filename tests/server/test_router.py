@@ -20,7 +20,7 @@ from weightsync.receiver import WeightReceiver
 from weightsync.sender import connect
 from weightsync.server.router import weight_router
 from weightsync.wire import codec
-from weightsync.wire.messages import CALLS, StatusRequest, StepReply
+from weightsync.wire.messages import ALL_CALLS, ANNOUNCED_CALLS, CALLS, StatusRequest, StepReply
 
 POSTS = [call for call, kind in CALLS.items() if kind is not StatusRequest]
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -263,11 +263,11 @@ def test_metrics() -> None:
 def test_every_post_documents_its_body(url: str, session: requests.Session) -> None:
     document = session.get(f"{url}/openapi.json", timeout=10).json()
     posts = {path: item["post"] for path, item in document["paths"].items() if "post" in item}
-    assert set(posts) == {f"/{call}" for call in POSTS}
+    assert set(posts) == {f"/{call}" for call in (*POSTS, *ANNOUNCED_CALLS)}
     for path, operation in posts.items():
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert schema["type"] == "object"
-        fields = {f.encode_name for f in structs.fields(CALLS[path[1:]])}
+        fields = {f.encode_name for f in structs.fields(ALL_CALLS[path[1:]])}
         assert set(schema.get("properties", {})) == fields
         assert "$ref" not in json.dumps(schema)
     info = posts["/update_weights"]["requestBody"]["content"]["application/json"]["schema"]

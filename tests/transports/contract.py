@@ -44,12 +44,14 @@ from weightsync.wire.messages import (
     ResetCacheRequest,
     ResumeRequest,
     ShutdownRequest,
+    SleepRequest,
     StartRequest,
     StartTerms,
     Status,
     StatusRequest,
     StepReply,
     UpdateRequest,
+    WakeRequest,
 )
 from weightsync.wire.offers import CudaHandle
 
@@ -91,6 +93,8 @@ REQUESTS: list[Request] = [
     PauseRequest(mode="wait"),
     ResumeRequest(),
     FetchRequest(fetch_id="f1", turn=2, reply={"state": "READY"}),
+    SleepRequest(level=2),
+    WakeRequest(tags=["weights"]),
 ]
 ERRORS: list[WeightSyncError] = [
     ConfigError("fix the call"),
@@ -133,7 +137,7 @@ class TransportContract:
         assert kinds.count(InitReply) == 1
         assert kinds.count(CheckReply) == 1
         assert kinds.count(StepReply) == 5
-        assert kinds.count(Status) == 6
+        assert kinds.count(Status) == 8
         assert kinds.count(FetchReply) == 1
 
     @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)

@@ -16,8 +16,8 @@ from weightsync.report import SyncReport
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.wire import codec
 from weightsync.wire.messages import (
+    ALL_CALLS,
     CALL_OF,
-    CALLS,
     REPLIES,
     CheckReply,
     EmptyUpdate,
@@ -56,8 +56,8 @@ def test_requests_come_back_whole(request_: Request) -> None:
 
 
 def test_every_call_has_one_request_and_one_reply() -> None:
-    assert set(REPLIES) == set(CALLS)
-    assert len(CALL_OF) == len(CALLS)
+    assert set(REPLIES) == set(ALL_CALLS)
+    assert len(CALL_OF) == len(ALL_CALLS)
     assert {type(request) for request in REQUESTS} == set(CALL_OF)
 
 

@@ -58,6 +58,8 @@ class WeightSyncCallback(TrainerCallback):
     (`at_end`). The trainer waits for each update, so that generation continues with the new
     weights. Versions are `WeightSender`'s; the update's label is the step, `step-12`.
 
+    With `wake` it wakes servers that sleep while the trainer computes: see `send_weights`.
+
     A PEFT model is sent with its active adapters merged in. With `adapter="policy"` its adapter
     alone is sent, by that name, to servers that load adapters: see AdapterSource. With
     `adapter_only` it is sent whole once and then its adapter alone, for receivers that hold a PEFT
@@ -80,6 +82,7 @@ class WeightSyncCallback(TrainerCallback):
         every: int = 1,
         at_start: bool = True,
         at_end: bool = True,
+        wake: bool = False,
         adapter: str | None = None,
         adapter_only: bool = False,
         source: Source | None = None,
@@ -103,6 +106,7 @@ class WeightSyncCallback(TrainerCallback):
         self.last_report: SyncReport | None = None
         self._to, self._settings, self._source = to, settings, source
         self._every, self._at_start, self._at_end = every, at_start, at_end
+        self._wake = wake
         self._adapter, self._adapter_only = adapter, adapter_only
         self._sender: WeightSender | None = None
         self._sent_step: int | None = None
@@ -240,12 +244,12 @@ class WeightSyncCallback(TrainerCallback):
 
     def _send(self, sender: WeightSender, model: nn.Module, label: str) -> SyncReport:
         if not self._adapter_only or self._sent_step is None:
-            return sender.send_weights(label=label)
+            return sender.send_weights(label=label, wake=self._wake)
         from weightsync.integrations.huggingface import (  # noqa: PLC0415 - only where peft is used
             adapter_tensors,
         )
 
-        with sender.update(label=label, partial=True) as update:
+        with sender.update(label=label, partial=True, wake=self._wake) as update:
             update.send(adapter_tensors(model))
         report = update.last_report
         if report is None:

@@ -102,12 +102,15 @@ class PauseController:
         else:
             self._drained.append((self._clock() + self._timeout_s, answer))
 
-    def resume(self) -> list[tuple[Owner, EngineRequest]]:
+    def resume(self, in_flight: int = 1) -> list[tuple[Owner, EngineRequest]]:
         """End the pause, if there is one; return the requests that arrived during it.
 
-        Pauses that still wait for requests to finish get a NotReadyError.
+        Pauses that still wait for requests to finish get a NotReadyError, unless none is
+        `in_flight`: then they have what they wait for.
         """
         self.mode = None
+        if not in_flight:
+            self._answer_all()
         self._answer_all(
             NotReadyError("generation was resumed before all requests had ended", state="READY")
         )
@@ -425,7 +428,7 @@ class EngineCore:
         elif message.action == "clear_cache":
             self._scheduler.clear_cache()
         else:
-            for owner, request in self._pauses.resume():
+            for owner, request in self._pauses.resume(self._scheduler.num_requests):
                 self._submit(owner, request)
             self._workers.send_to_all(PauseState(paused=False))
         self._answer(worker, Done(call=message.call))

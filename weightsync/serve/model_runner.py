@@ -199,6 +199,13 @@ class ModelRunner:
             accepted=len(chosen) - len(step.rows) if proposed else 0,
         )
 
+    def free_caches(self) -> None:
+        """Free all keys and values. Called between steps, while no row is in progress."""
+        self._batches.clear()
+        self._kept.clear()
+        if self._draft:
+            self._draft.batch.drop(self._draft.batch.rows)
+
     def _drop(self, step: Step) -> None:
         for key, batch in list(self._batches.items()):
             batch.drop(step.drop)

@@ -369,6 +369,8 @@ class Worker:
             on_clear_cache=self._link.clear_cache,
             on_hold=self._link.hold,
             on_release=self._release,
+            on_sleep=self._fall_asleep,
+            on_wake=self._wake_up,
         )
         self.card = loaded.card(options.model)
         self._adapters = WorkerAdapters(
@@ -464,6 +466,20 @@ class Worker:
         """Log a line of an update, on the first worker of each replica."""
         if self._is_first:
             logger.log(level, "%s%s", self._name, text)
+
+    def _fall_asleep(self, level: int) -> None:
+        """Free the KV cache, of which no request is in flight, and put the draft model to sleep."""
+        self._link.clear_cache()
+        self._runner.free_caches()
+        if self._draft is not None:
+            self._draft.sleep(level)
+        kept = "are kept" if level == 1 else "are discarded"
+        self._log(f"sleeps at level {level}: its weights {kept}, its KV cache is empty")
+
+    def _wake_up(self, tags: Sequence[str]) -> None:
+        if self._draft is not None:
+            self._draft.wake_up(tags)
+        self._log(f"awake: {', '.join(tags)}")
 
     def _release(self) -> None:
         self._link.release(msgspec.structs.replace(self._state(), released=True))

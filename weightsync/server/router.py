@@ -21,14 +21,19 @@ from weightsync.server.dispatcher import (
 )
 from weightsync.server.metrics import CONTENT_TYPE, MoreMetrics, render
 from weightsync.transports.tokens import check_token_text
+from weightsync.wire.codec import from_plain
 from weightsync.wire.messages import (
-    CALLS,
+    ALL_CALLS,
+    ANNOUNCED_CALLS,
     REPLIES,
     ForeignUpdate,
+    Request,
+    SleepRequest,
     Status,
     StatusRequest,
     UpdateInfo,
     UpdateRequest,
+    WakeRequest,
 )
 from weightsync.wire.problem import MEDIA_TYPE, Problem
 
@@ -37,7 +42,7 @@ Schema = dict[str, Any]  # JSON Schema, which has no narrower type
 
 def describe_body(call: str) -> Schema:
     """Return the `openapi_extra` of the route of `call`: the schema of its body."""
-    kind = CALLS[call]
+    kind = ALL_CALLS[call]
     schema = _update_schema() if kind is UpdateRequest else schema_of(kind)
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": kind is UpdateRequest, "content": content}}
@@ -120,7 +125,7 @@ def weight_router(
         check_token_text(token)
     dispatcher = AsyncDispatcher(receiver)
     router = APIRouter(tags=["weights"])
-    for call, kind in CALLS.items():
+    for call, kind in ALL_CALLS.items():
         if kind is not StatusRequest:
             handler = _call_handler(dispatcher, call, token, max_body_nbytes)
             summary = (kind.__doc__ or "").partition("\n")[0]
@@ -131,6 +136,7 @@ def weight_router(
         readings.health,
         readings.get_world_size,
         readings.is_paused,
+        readings.is_sleeping,
         readings.metrics,
     ):
         _add(router, "GET", reading.__name__, reading, reading.__doc__)
@@ -159,7 +165,7 @@ def _add(
         name=name,
         summary=summary,
         response_class=Response,
-        responses=describe_answers(name) if name in CALLS else None,
+        responses=describe_answers(name) if name in ALL_CALLS else None,
         openapi_extra=openapi_extra,
     )
 
@@ -171,17 +177,41 @@ def _call_handler(
         if token is not None:
             check_authorization(request.scope, token)
         body = await read_body(request, max_body_nbytes)
-        if call == "pause" and "mode" in request.query_params:
-            body = _pause_body(request.query_params["mode"], body)
+        is_short = call in ANNOUNCED_CALLS and not body  # our senders always have a body
+        if is_short or (call in _BY_URL and request.query_params):
+            wanted = _by_url(call, request, body)
+            answer = await dispatcher.step(call, msgspec.json.encode(wanted))
+            return answer if call == "pause" else _short_answer(wanted, answer)
         return await dispatcher.step(call, body)
 
     return handler
 
 
-def _pause_body(mode: str, body: bytes) -> bytes:
+_BY_URL = ("pause", *ANNOUNCED_CALLS)
+"""Calls whose fields may stand in the URL instead, as clients of engines have them."""
+
+
+def _by_url(call: str, request: HttpRequest, body: bytes) -> Request:
+    """Return the request of a call whose fields stand in the URL. Raises ProtocolError."""
+    given = request.query_params
     if body.strip() not in (b"", b"{}"):
-        raise ProtocolError("pause has a mode in its URL and a body as well; give the mode once")
-    return msgspec.json.encode({"mode": mode})
+        raise ProtocolError(f"{call} has fields in its URL and a body as well; give them once")
+    fields: dict[str, object] = dict(given)
+    if "tags" in given:
+        fields["tags"] = given.getlist("tags")
+    if (level := given.get("level", "")).isdecimal():
+        fields["level"] = int(level[:9])
+    return from_plain({"call": call, "body": fields})
+
+
+def _short_answer(wanted: Request, answer: Response) -> Response:
+    """Return what engines answer to `/sleep` and `/wake_up`, from the status in our reply."""
+    if isinstance(wanted, SleepRequest):
+        return _json({"status": "sleeping", "level": wanted.level})
+    status = msgspec.json.decode(answer.body, type=Status)
+    awake = not (status.asleep or status.paused)
+    tags = wanted.tags if isinstance(wanted, WakeRequest) else None
+    return _json({"status": "awake" if awake else "sleeping", "tags": tags})
 
 
 class _Readings:
@@ -217,6 +247,11 @@ class _Readings:
     async def is_paused(self, request: HttpRequest) -> Response:
         """Whether generation is paused."""
         return _json({"is_paused": (await self._status()).paused})
+
+    async def is_sleeping(self, request: HttpRequest) -> Response:
+        """Whether weights or KV cache sleep, or generation is paused."""
+        status = await self._status()
+        return _json({"is_sleeping": bool(status.asleep) or status.paused})
 
     async def metrics(self, request: HttpRequest) -> Response:
         """Prometheus metrics."""

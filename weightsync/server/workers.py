@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from fastapi import APIRouter
 from msgspec.structs import replace
@@ -34,6 +34,7 @@ from weightsync.wire.messages import (
     RegisteredUpdate,
     Reply,
     Request,
+    SleepTag,
     StartRequest,
     StartTerms,
     StateName,
@@ -106,6 +107,9 @@ def merge_statuses(statuses: Mapping[str, Status]) -> Status:
         senders=_paths(held),
         fetchable=held[0].fetchable,
         lends=held[0].lends,
+        asleep=[tag for tag in get_args(SleepTag) if any(tag in s.asleep for s in held)],
+        sleep_level=max(status.sleep_level for status in held),
+        discarded=any(status.discarded for status in held),
         owner=max((s.owner for s in held if s.owner), key=_standing, default=None),
         backends={
             name: facts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.wire.messages import CALLS
+from weightsync.wire.messages import ALL_CALLS
 
 Act = Literal["drop", "drop_reply", "repeat", "delay", "late", "kill", "kill_after"]
 ACTS: tuple[Act, ...] = get_args(Act)
@@ -46,8 +46,8 @@ class Fault:
     def __post_init__(self) -> None:
         if self.act not in ACTS:
             raise ConfigError(f"a fault is one of {', '.join(ACTS)}, not {self.act!r}")
-        if self.call is not None and self.call not in CALLS:
-            raise ConfigError(f"there is no call {self.call!r}; known: {', '.join(CALLS)}")
+        if self.call is not None and self.call not in ALL_CALLS:
+            raise ConfigError(f"there is no call {self.call!r}; known: {', '.join(ALL_CALLS)}")
         if self.nth < 1 or self.times < 1 or self.after < 1 or self.seconds < 0:
             raise ConfigError(f"nth, times and after count from 1, seconds from 0: {self}")
 

@@ -34,7 +34,13 @@ from weightsync.update.outgoing import LastVersion, MemoryMovedError, UpdateTran
 from weightsync.update.paths import PathSelector
 from weightsync.update.recovery import abort_prepared
 from weightsync.wire.codec import InvalidReplyError
-from weightsync.wire.messages import StartTerms, StepReply
+from weightsync.wire.messages import (
+    StartTerms,
+    Status,
+    StatusRequest,
+    StepReply,
+    WakeRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +100,18 @@ class Coordinator:
         rewind: bool,
         taken: bool = False,
         weights_id: str = "",
+        wake: bool = False,
     ) -> SyncReport:
         """Send the source's current weights to every receiver, and return the report.
 
-        With `taken`, those of the last snapshot. `weights_id` is theirs, if they have one.
+        With `taken`, those of the last snapshot. `weights_id` is theirs, if they have one. With
+        `wake`, receivers that sleep are woken: their weights before, the rest when all have the
+        new ones.
         """
         weights_id = weights_id or secrets.token_hex(8)
         _check_version(version)
         as_label(label)
+        woken = self.wake() if wake else None
         if self._sends_snapshots and not taken:
             self.take_snapshot()
         before = self.fleet.sent_counts
@@ -132,7 +142,37 @@ class Coordinator:
             # A member that was unreachable holds a newer version, from another sender. The fleet
             # has to move past that version.
             version, last = None, True
-        return self._report(update, sent, label, before)
+        report = self._report(update, sent, label, before)
+        if woken is not None:
+            self.serve(woken)
+        return report
+
+    def wake(self) -> list[Member]:
+        """Wake the weights of the receivers that sleep; return these members, for `serve`.
+
+        Raises the error of a receiver that stays asleep, unless it may be dropped. One that does
+        not say its status is left to the update.
+        """
+        answers = self.fleet.call(StatusRequest(), timeout_s=self.fleet.brief_s)
+        known = {a.member: a.reply for a in answers if isinstance(a.reply, Status)}
+        for member, status in known.items():
+            if status.discarded:
+                member.delta_base = None  # else a delta is offered first, and refused
+        asleep = [member for member, status in known.items() if status.asleep]
+        self._wake(WakeRequest(tags=["weights"]), asleep)
+        return asleep
+
+    def serve(self, woken: Sequence[Member]) -> None:
+        """Wake the rest of these members after an update; raises as `wake` does."""
+        servers = {member.server_target for member in woken}  # one may have been expanded since
+        self._wake(WakeRequest(), [m for m in self.fleet.members if m.server_target in servers])
+
+    def _wake(self, request: WakeRequest, members: Sequence[Member]) -> None:
+        answers = self.fleet.call(request, members)
+        failed = {a.member: a.error for a in answers if a.error is not None}
+        if failed and not self.fleet.may_drop(failed):
+            raise next(iter(failed.values()))
+        self.membership.drop_all(failed)
 
     def resync(self, members: Sequence[Member]) -> SyncReport:
         """Send the current version to these members only, and return the report.
@@ -223,11 +263,18 @@ class Coordinator:
 
     @contextmanager
     def updating(
-        self, version: int | None, label: str | None, *, rewind: bool, partial: bool
+        self,
+        version: int | None,
+        label: str | None,
+        *,
+        rewind: bool,
+        partial: bool,
+        wake: bool = False,
     ) -> Iterator[UpdateTransaction]:
         """Open an update whose tensors the caller sends; it commits or aborts on every receiver."""
         _check_version(version)
         as_label(label)
+        woken = self.wake() if wake else None
         before = self.fleet.sent_counts
         self._ready()
         version, rewind = self._next(version, rewind=rewind)
@@ -255,6 +302,8 @@ class Coordinator:
             raise _partial_failure(update.failed, version) from next(iter(update.failed.values()))
         self.membership.drop_all(update.failed)
         update.last_report = self._report(update, version, label, before)
+        if woken is not None:
+            self.serve(woken)
 
     def _reach_most(
         self,

@@ -26,6 +26,7 @@ from weightsync.errors import (
     NotReadyError,
     ProtocolError,
     SourceBusyError,
+    TransferTimeout,
     VerificationError,
     WeightSyncError,
 )
@@ -94,15 +95,27 @@ class FetchServer:
                     )
                 fetch = _Fetch(self._session, self._instance, request)
                 self._fetches[request.fetch_id] = fetch
-                fetch.start()
+                fetch.thread.start()
         return fetch.transport.take(request)
 
-    def close(self) -> None:
-        """Give up all fetches. Idempotent."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Give up all fetches. Idempotent.
+
+        Raises TransferTimeout where one still reads the weights after `wait_s` seconds, unless that
+        is 0.
+        """
         with self._lock:
             self._closed = True
-            for fetch in self._fetches.values():
-                fetch.transport.close()
+            fetches = list(self._fetches.values())
+        for fetch in fetches:
+            fetch.transport.close()
+        deadline = time.monotonic() + wait_s
+        for fetch in fetches if wait_s else ():
+            fetch.thread.join(max(0.0, deadline - time.monotonic()))
+            if fetch.thread.is_alive():
+                raise TransferTimeout(
+                    f"another receiver still fetches the weights of this one after {wait_s:g} s"
+                )
 
     def _forget(self) -> None:
         before = time.monotonic() - _KEPT_S
@@ -122,10 +135,9 @@ class _Fetch:
         self._session = session
         self._instance = instance
         self._request = request
-
-    def start(self) -> None:
-        """Start the thread."""
-        threading.Thread(target=self._run, name="weightsync-fetch-server", daemon=True).start()
+        self.thread = threading.Thread(
+            target=self._run, name="weightsync-fetch-server", daemon=True
+        )
 
     def _run(self) -> None:
         try:

@@ -37,6 +37,7 @@ from weightsync.weights.deltas.coding import zstd
 from weightsync.weights.lines.memory import LineMemory, may_have_kernels
 from weightsync.weights.lines.spot_check import Look, SpotCheck, TensorPlaces
 from weightsync.weights.lines.stream_lines import PlacedStreams, StreamLines
+from weightsync.weights.sinks.asleep import give_back
 from weightsync.weights.sinks.base import Apply, LoadTarget, Verification, WeightSink, write_counts
 from weightsync.weights.tensor_kinds import check_agreement
 from weightsync.wire.messages import DeltaForm, FinishRequest, StepReply, TensorPart
@@ -471,6 +472,25 @@ class LoadTargets:
     def discarded(self) -> None:
         """Note that the weights in use are gone, or are not those of the last commit."""
         self._held_id, self._checks = None, (None, None)
+        self._total = self._stream_totals = None
+        for target in self._all():
+            target.forget()
+
+    def fall_asleep(self, level: int) -> None:
+        """Give the memory of the load targets back, where that loses nothing of this level.
+
+        On a GPU they are opened again after the sleep. Called after `discarded` of level 2.
+        """
+        if self._sink.gpus:
+            self._whole = self._held_id = None
+            self._subsets.clear()
+        elif level > 1:
+            for target in self._all():
+                give_back(target.staged())
+
+    def _all(self) -> list[LoadTarget]:
+        whole = [] if self._whole is None else [self._whole[1]]
+        return [*whole, *self._subsets.values()]
 
     def _is_whole(self, targets: Sequence[LoadTarget]) -> bool:
         """Whether the whole model was written by these targets: all of it, or a delta."""

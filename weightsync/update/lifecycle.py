@@ -5,7 +5,7 @@
        '------ ABORTING <---'----------------------'      in place and already dirty: TORN
 
 A receiver that joins a fleet with a newer version than its own is CATCHING_UP instead of READY
-until a full update commits: it may not generate.
+until a full update commits: it may not generate. Nor may one that sleeps, in whichever state.
 
 Callers hold their own lock. A method that raises has changed nothing.
 """
@@ -13,12 +13,13 @@ Callers hold their own lock. A method that raises has changed nothing.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
 from weightsync.errors import NotReadyError, StaleVersionError, UpdateConflictError
 from weightsync.specs import MAX_VERSION
-from weightsync.wire.messages import StartTerms
+from weightsync.wire.messages import SleepTag, StartTerms
 from weightsync.wire.offers import UpdateId
 
 ApplyChoice = Literal["auto", "staged", "in_place"]
@@ -51,6 +52,9 @@ def version_after(version: int) -> int:
     return version + 1 if version < MAX_VERSION else 1
 
 
+_WAKE = "call send_weights(wake=True), or wake it first: POST /wake_up?tags=weights"
+
+
 class UpdateLifecycle:
     """State and version of one receiver. Methods raise UpdateConflictError or StaleVersionError."""
 
@@ -63,6 +67,8 @@ class UpdateLifecycle:
         self.dirty = False
         self.torn_by = ""
         self.is_discarded = False
+        self.asleep: tuple[SleepTag, ...] = ()
+        self.sleep_level = 0
         self.required_version = 0
         self.last_finished = ""
         self.weights_id = ""
@@ -75,13 +81,16 @@ class UpdateLifecycle:
     @property
     def may_generate(self) -> bool:
         """Whether the weights in use are one complete, current version."""
-        return not self.torn_by and not self.dirty and not self.required_version
+        is_whole = not self.torn_by and not self.dirty and not self.required_version
+        return is_whole and not self.asleep
 
     @property
     def refusal(self) -> str:
         """The reason why the weights in use must not be read; an empty string where they may."""
         if self.may_generate:
             return ""
+        if self.asleep:
+            return self._why_asleep()
         if self.required_version and not (self.torn_by or self.dirty):
             return (
                 f"this receiver holds version {self.version} and joined a fleet that "
@@ -90,13 +99,35 @@ class UpdateLifecycle:
             )
         if self.is_discarded and not self.dirty:
             return (
-                "the weights were discarded (WeightReceiver.discarded); a full update brings them "
-                "back: call send_weights() again"
+                "the weights were discarded (WeightReceiver.discarded(), or sleep of level 2); a "
+                "full update brings them back: call send_weights() again"
             )
         return (
             f"the weights are {self.state.value}: update {self.update_id} changed them "
             "and did not finish; a full update heals this: call send_weights() again"
         )
+
+    def _why_asleep(self) -> str:
+        if "weights" not in self.asleep:
+            return (
+                "the KV cache sleeps, and the weights are awake: POST /wake_up wakes it, and so "
+                "does send_weights(wake=True) after its update"
+            )
+        gone = ", and the weights are gone" if self.is_discarded else ", and its weights are kept"
+        return (
+            f"this receiver sleeps (level {self.sleep_level}){gone}: send_weights(wake=True) wakes "
+            "it and sends weights; POST /wake_up wakes it as it is"
+        )
+
+    def check_awake(self, step: str, advice: str = _WAKE) -> None:
+        """Raise UpdateConflictError while the weights sleep: there is no memory to write to."""
+        if "weights" in self.asleep:
+            raise UpdateConflictError(
+                f"{step} is refused, and nothing is changed: this receiver sleeps (level "
+                f"{self.sleep_level}); {advice}",
+                state=self.state.value,
+                update_id=self.update_id,
+            )
 
     def check_readable(self) -> None:
         """Raise NotReadyError unless the weights in use are one complete, current version."""
@@ -115,6 +146,7 @@ class UpdateLifecycle:
             if self.terms.update_id == terms.update_id and self.state is State.UPDATING:
                 return
             raise self._conflict(f"start of update {terms.update_id}")
+        self.check_awake(f"update {terms.update_id}")
         self._check_version(terms)
         self.terms = terms
         self.next_version = version_after(self.version) if terms.version is None else terms.version
@@ -164,11 +196,28 @@ class UpdateLifecycle:
         self._settle(State.TORN if self.dirty or was_torn else State.READY)
 
     def discarded(self) -> None:
-        """Enter TORN: the weights in use are gone. Raises UpdateConflictError in an update."""
+        """Enter TORN: the weights in use are gone. Raises UpdateConflictError in an update.
+
+        They have no id any more: nobody may take them for those that were sent under it.
+        """
         if self.terms is not None:
             raise self._conflict("discarding the weights")
         self.torn_by, self.is_discarded = new_update_id("discarded"), True
+        self.weights_id = ""
         self._settle(State.TORN)
+
+    def fell_asleep(self, level: int) -> None:
+        """All tags sleep. Level 2 discards the weights. Raises UpdateConflictError in an update."""
+        if self.terms is not None:
+            raise self._conflict("a sleep")
+        if level > 1 and not self.is_discarded:
+            self.discarded()
+        self.asleep, self.sleep_level = get_args(SleepTag), level
+
+    def woke_up(self, tags: Collection[str]) -> None:
+        """These tags are awake."""
+        self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
+        self.sleep_level = self.sleep_level if self.asleep else 0
 
     def _settle(self, state: State) -> None:
         self.state = State.CATCHING_UP if state is State.READY and self.required_version else state

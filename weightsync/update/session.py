@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -208,6 +208,57 @@ class ReceiverSession:
             self.lifecycle.discarded()
             self.load_targets.discarded()
 
+    def fall_asleep(self, level: int, free: Callable[[], None]) -> None:
+        """See WeightReceiver.sleep. `free` gives the memory back; readers are refused by then.
+
+        An open update is aborted. Where `free` raises, weights of level 1 stay awake: it has given
+        nothing back. Those of level 2 are discarded in any case. Raises UpdateConflictError where a
+        step does not end, or another update came meanwhile, and TransferError where readers do not
+        end; nothing has changed then.
+        """
+        self.check_open()
+        self._abort(None, f"the receiver goes to sleep (level {level})")
+        with self._in_step("sleep"):
+            self.gate.hold(self._lease_s)
+            try:
+                with self.lock:
+                    self.lifecycle.fell_asleep(level)  # before the memory is gone
+                    if level > 1:
+                        self.load_targets.discarded()
+            finally:
+                self.gate.release()
+            try:
+                free()
+                self.load_targets.fall_asleep(level)
+            except BaseException:
+                if level == 1:
+                    with self.lock:
+                        self.lifecycle.woke_up(self.lifecycle.asleep)
+                raise
+
+    def wake_up(
+        self, tags: Collection[str] | None, take: Callable[[Collection[str]], None]
+    ) -> None:
+        """See WeightReceiver.wake_up. `take` takes the memory for the tags that still sleep."""
+        self.check_open()
+        with self._in_step("wake_up"):
+            asleep = self.lifecycle.asleep
+            woken = [tag for tag in asleep if tags is None or tag in tags]
+            if "weights" in asleep and woken and "weights" not in woken:
+                self.lifecycle.check_awake(
+                    f"to wake {', '.join(woken)} before the weights",
+                    "wake the weights first, or both together",
+                )
+            if woken:
+                take(woken)
+                with self.lock:
+                    self.lifecycle.woke_up(woken)
+
+    def woke_up(self, tags: Collection[str] | None) -> None:
+        """See WeightReceiver.show_awake."""
+        with self._in_step("wake_up"), self.lock:
+            self.lifecycle.woke_up(self.lifecycle.asleep if tags is None else tags)
+
     # Senders
 
     def init(self, info: InitInfo) -> None:
@@ -217,6 +268,7 @@ class ReceiverSession:
         errors of the engine, the manifest check and the load target.
         """
         self.check_open()
+        self._set.check_awake("a connection", "wake it, then connect: POST /wake_up?tags=weights")
         replaced = self.senders.replaces(info)
         if replaced is not None:
             # Its loader may wait for a sender that is stopped. The new owner recovers a PREPARED
@@ -500,6 +552,7 @@ class ReceiverSession:
                 )
         with self.lock:
             self.check_open()
+            self._set.check_awake(f"update {update_id}")
             self.table.check_not_aborted(update_id)
             fields = {name: getattr(terms, name) for name in StartTerms.__struct_fields__}
             opens = self._incoming is None
@@ -608,7 +661,7 @@ class ReceiverSession:
                 time.sleep(_REPLY_S)
                 warm_up()
                 with self._calls.inside(), self._turn(self._lease_s) as ours:
-                    if ours and self._incoming is None:
+                    if ours and self._incoming is None and self.lifecycle.may_generate:
                         known = sender is not None and self.senders.knows(sender)
                         engine = self.senders.get(sender) if sender and known else None
                         self.load_targets.catch_up(engine)
@@ -1039,6 +1092,11 @@ class _ReceiverSet:
 
     def _all(self) -> list[ReceiverSession]:
         return [session for ref in self._sessions if (session := ref()) is not None]
+
+    def check_awake(self, step: str, *advice: str) -> None:
+        """Raise UpdateConflictError while the weights of one of them sleep."""
+        for session in self._all():
+            session.lifecycle.check_awake(step, *advice)
 
     def _with(self, update_id: str) -> list[ReceiverSession]:
         """Return the receivers in which an update of this id is open."""

@@ -11,8 +11,8 @@ from weightsync.errors import ConfigError, ProtocolError
 from weightsync.runtime.provided import provided
 from weightsync.specs import Manifest
 from weightsync.wire.messages import (
+    ALL_CALLS,
     CALL_OF,
-    CALLS,
     PROTOCOL,
     PROTOCOL_MIN,
     REPLIES,
@@ -237,9 +237,9 @@ _ENVELOPES: dict[type[Message], type[msgspec.Struct]] = {
 
 def _type_of(call: str) -> type[msgspec.Struct]:
     """Return the type that a request of `call` is decoded as. Raises ProtocolError."""
-    kind = CALLS.get(call)
+    kind = ALL_CALLS.get(call)
     if kind is None:
-        raise ProtocolError(f"there is no call {call!r}; known: {', '.join(CALLS)}")
+        raise ProtocolError(f"there is no call {call!r}; known: {', '.join(ALL_CALLS)}")
     return _ENVELOPES.get(kind, kind)
 
 
@@ -301,7 +301,7 @@ def _invalid(kind: type, exc: Exception) -> ProtocolError:
     return ProtocolError(f"the message is not a valid {kind.__name__.strip('_')}: {exc}")
 
 
-prepare(*(_ENVELOPES.get(kind, kind) for kind in CALLS.values()), *REPLIES.values())
+prepare(*(_ENVELOPES.get(kind, kind) for kind in ALL_CALLS.values()), *REPLIES.values())
 prepare(WorkerReport)
 prepare(InitInfo)
 prepare(_InitShape, _StatusShape, _UpdateShape, RegisteredUpdate, EmptyUpdate)

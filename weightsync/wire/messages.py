@@ -282,6 +282,29 @@ class ResumeRequest(Message, frozen=True, kw_only=True):
     """`resume`."""
 
 
+SleepTag = Literal["weights", "kv_cache"]
+"""What sleeps and is woken by itself: vLLM's tags. The KV cache is woken last."""
+
+
+class SleepRequest(Message, frozen=True, kw_only=True):
+    """`sleep`: give memory back, by vLLM's levels; `mode` decides about requests in flight.
+
+    0 pauses generation. 1 moves weights to the host, and drops the KV cache. 2 drops both.
+    """
+
+    level: Annotated[int, Meta(ge=0, le=2)] = 1
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+class WakeRequest(Message, frozen=True, kw_only=True):
+    """`wake_up`: take memory again for `tags`, None: for all. What is awake already is left out.
+
+    `scheduling` resumes after a sleep of level 0; None does, too.
+    """
+
+    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
+
+
 MAX_POLLERS = 8
 MAIL_FROM = 6
 """The poller of a joint fetch whose replies have a source's mail."""
@@ -355,6 +378,8 @@ Request = (
     | PauseRequest
     | ResumeRequest
     | FetchRequest
+    | SleepRequest
+    | WakeRequest
 )
 
 CALLS: dict[str, type[Message]] = {
@@ -373,9 +398,16 @@ CALLS: dict[str, type[Message]] = {
     "resume": ResumeRequest,
     "fetch_weights": FetchRequest,
 }
-"""The name of each call; over HTTP it is the path."""
+"""The name of each call of the protocol; over HTTP it is the path."""
 
-CALL_OF: dict[type[Message], str] = {kind: call for call, kind in CALLS.items()}
+ANNOUNCED_CALLS: dict[str, type[Message]] = {"sleep": SleepRequest, "wake_up": WakeRequest}
+"""Calls that senders make only to a receiver whose status says that it sleeps, and so has them.
+
+Of no protocol number: an older receiver never says so.
+"""
+
+ALL_CALLS = CALLS | ANNOUNCED_CALLS
+CALL_OF: dict[type[Message], str] = {kind: call for call, kind in ALL_CALLS.items()}
 
 
 # Replies
@@ -423,6 +455,8 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     what it says of this process; `unusable_backends` the others, with the reason.
     `protocol` is the newest protocol of the receiver, `protocol_min` the oldest. `set_id` is the
     same for the receivers of a server that finish an update of one id together, all or none.
+    `asleep` is what sleeps of `weights` and `kv_cache`, since a sleep of `sleep_level`; `discarded`
+    says that the weights of `version` are gone, awake or not.
     """
 
     instance: str
@@ -455,6 +489,9 @@ class Status(ReplyMessage, frozen=True, kw_only=True):
     protocol_min: int = 1  # receivers that do not say it have protocol 1
     set_id: str | None = None
     lends: bool = False
+    asleep: list[SleepTag] = []
+    sleep_level: int = 0
+    discarded: bool = False
 
     @property
     def protocols(self) -> Protocols:
@@ -636,4 +673,6 @@ REPLIES: dict[str, type[Message]] = {
     "finish_weight_update": StepReply,
     "abort_weight_update": StepReply,
     "fetch_weights": FetchReply,
+    "sleep": Status,
+    "wake_up": Status,
 }

@@ -61,6 +61,10 @@ class SglangRounds(SglangControl):
         """Resume generation."""
         self.proceed(timeout_s=timeout_s)
 
+    def wake_up(self, tags: Sequence[str] | None, *, timeout_s: float) -> None:
+        """Raise ConfigError: SGLang's own memory saver is not known to its receivers."""
+        raise ConfigError(f"{self.target}: wake SGLang with POST /resume_memory_occupation")
+
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Flush the prefix cache. Raises RemoteError while requests are running."""
         self.flush_cache(timeout_s=timeout_s)

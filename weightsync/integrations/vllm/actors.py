@@ -9,7 +9,7 @@ The actor's class is vLLM's `LLM` or `AsyncLLM`, or derives from one: `ray.remot
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -82,6 +82,9 @@ class _Engine(Counted):
     def resume(self, *, timeout_s: float) -> None:
         if self._pauses:
             self._do("resume_generation", timeout_s)
+
+    def wake_up(self, tags: Sequence[str] | None, *, timeout_s: float) -> None:
+        self._do("wake_up", timeout_s, None if tags is None else list(tags))
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         if self._do("reset_prefix_cache", timeout_s, reset_running_requests=True) is False:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, NotReadyError
 from weightsync.integrations.adapter_paths import adapter_of, adapter_path
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of, request_of
@@ -190,7 +190,7 @@ def install_offline(engine: Any) -> None:
     def add_request(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return add(self, request_id, *args, **kwargs)
-        except ConfigError:  # of the versions of an adapter; vLLM raises none
+        except (ConfigError, NotReadyError):  # ours; vLLM raises none
             self.abort_request([request_id])
             raise
 

@@ -12,6 +12,7 @@ from torch import nn
 from weightsync.errors import ConfigError
 from weightsync.integrations.adapter_paths import adapter_of
 from weightsync.integrations.vllm import names, rpc
+from weightsync.integrations.vllm.sleeping import watch_workers
 from weightsync.receiver import WeightReceiver
 from weightsync.update.lifecycle import ApplyChoice
 from weightsync.wire import codec
@@ -68,6 +69,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
         self._reply: Reply | None = None
         self._adapters: WorkerAdapters | None = None
         WorkerBase.weightsync = _answer_call
+        watch_workers(WorkerBase, _receiver_of)
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the memory that a sender offers."""
@@ -147,6 +149,12 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             self._reply = self.receiver.dispatch(request)
             if self.receiver.status().update_id is None:
                 _end_session(worker)
+
+
+def _receiver_of(worker: Any) -> WeightReceiver | None:
+    """Return the receiver in a worker, None where another engine of weights is in it."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return engine.receiver if isinstance(engine, WeightsyncEngine) else None
 
 
 def _has_session(worker: Any) -> bool:

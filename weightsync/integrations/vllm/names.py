@@ -89,14 +89,19 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.core.sched.scheduler": ("Scheduler.finish_requests",),
         "vllm.v1.engine": ("EngineCoreRequestType.UTILITY",),
         "vllm.v1.engine.core": (
+            "EngineCore.add_request",
             "EngineCore.collective_rpc",
             "EngineCore.is_scheduler_paused",
+            "EngineCore.model_executor",
             "EngineCore.reset_prefix_cache",
             "EngineCore.resume_scheduler",
+            "EngineCore.vllm_config",
+            "EngineCore.wake_up",
             "EngineCoreProc._send_error_outputs_to_client",
             "EngineCoreProc.input_queue",
             "EngineCoreProc.is_running",
         ),
+        "vllm.v1.executor.abstract": ("Executor.is_sleeping",),
         "vllm.v1.request": ("RequestStatus.FINISHED_ERROR",),
     },
     "trainer": {
@@ -122,6 +127,7 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
             "LLM.collective_rpc",
             "LLM.reset_prefix_cache",
             "LLM.update_weight_version",
+            "LLM.wake_up",
         ),
         "vllm.v1.engine.async_llm": (
             "AsyncLLM.collective_rpc",
@@ -130,6 +136,7 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
             "AsyncLLM.reset_prefix_cache",
             "AsyncLLM.resume_generation",
             "AsyncLLM.update_weight_version",
+            "AsyncLLM.wake_up",
         ),
     },
     "adapters": {

@@ -1,5 +1,7 @@
 """Resumes a vLLM engine when the sender that paused it is gone; runs in the engine's process.
 
+It also keeps an engine paused that wakes up without weights, after vLLM's sleep of level 2.
+
 A killed trainer cannot resume the engine that it paused, and a process beside it may be killed with
 it. An engine is paused and resumed in the process of vLLM's `EngineCore`, which loads our plugin.
 The plugin reads every round of a sender, and checks through the workers whether the sender lives.
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import NotReadyError, ProtocolError
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.rpc import Round, WorkerAnswer
 
@@ -43,6 +45,8 @@ class Engine(Protocol):
 
     scheduler: Any
     input_queue: Queue[Any]
+    model_executor: Any
+    vllm_config: Any
 
     def is_running(self) -> bool:
         """Whether the engine is not shutting down; called from another thread."""
@@ -78,6 +82,8 @@ class PauseGuard:
         self._holds: dict[int, str] = {}
         self._heard = 0.0
         self._timer: threading.Timer | None = None
+        self.awaits_weights = False
+        """Whether the engine woke up without weights, and is paused until it has some."""
 
     def note(self, text: object, results: Sequence[dict[str, Any]]) -> None:
         """Read an answered round; set `paused` and `held` in its answers."""
@@ -123,6 +129,39 @@ class PauseGuard:
         if self._owner:
             self._look_later()
         return Future()
+
+    def lacks_weights(self) -> bool:
+        """Whether the workers have our engine, and no whole weights, as after a sleep of level 2.
+
+        The engine then awaits them. Called before an engine resumes that wakes up.
+        """
+        transfer = getattr(self._engine.vllm_config, "weight_transfer_config", None)
+        if getattr(transfer, "backend", None) != vllm_rpc.BACKEND:
+            return False
+        answers = self._run_round({})
+        self.awaits_weights = not vllm_rpc.one_version(answers)
+        if self.awaits_weights:
+            logger.warning(
+                "this engine is awake without weights (%s): requests wait for send_weights()",
+                vllm_rpc.standing(answers),
+            )
+        return self.awaits_weights
+
+    def resume_whole(self) -> None:
+        """Resume the engine that awaits weights, where it has them now. Called after a round."""
+        if not self.awaits_weights or self._engine.model_executor.is_sleeping:
+            return
+        if vllm_rpc.one_version(self._run_round({})):
+            self._engine.resume_scheduler()
+
+    def refuse_request(self) -> None:
+        """Raise NotReadyError where the caller of a request would wait in vain for weights."""
+        if self.awaits_weights and not hasattr(self._engine, "input_queue"):
+            raise NotReadyError(
+                "this vLLM is awake without weights, which its sleep of level 2 discarded: call "
+                'send_weights(); or wake_up(tags=["scheduling"]), if other code has loaded some',
+                state="TORN",
+            )
 
     def _is_gone(self, asked: float) -> bool:
         """Whether the owner of the pause is gone; one that no worker knows yet has LEASE_S."""
@@ -207,16 +246,42 @@ def install(core: Any, *, utility: Any, refused: Any) -> None:
         if method == vllm_rpc.METHOD and isinstance(results, list) and len(args) == 1:
             try:
                 guard(self).note(args[0], results)
+                guard(self).resume_whole()
             except (ProtocolError, TypeError, msgspec.MsgspecError) as exc:
                 logger.warning("cannot read a sender's round: %s", exc)
         return results
 
     @functools.wraps(resume)
     def resume_scheduler(self: Any) -> None:
+        if getattr(self, "_weightsync_wakes", False) and guard(self).lacks_weights():
+            return
+        guard(self).awaits_weights = False
         was_paused = self.is_scheduler_paused()
         resume(self)
         if was_paused:
             guard(self).forget_owner()
 
     core.collective_rpc, core.resume_scheduler = collective_rpc, resume_scheduler
+    _watch_wakes(core, guard)
     core.weightsync_check_owner = lambda engine, asked: guard(engine).check_owner(asked)
+
+
+def _watch_wakes(core: Any, guard: Callable[[Any], PauseGuard]) -> None:
+    """Have engines that wake up without weights await them; see `install`."""
+    wake, add = core.wake_up, core.add_request
+
+    @functools.wraps(wake)
+    def wake_up(self: Any, tags: Sequence[str] | None = None, **options: Any) -> Any:
+        """Wake the engine; "scheduling" alone resumes it whatever it holds, as its user says."""
+        self._weightsync_wakes = tags is None or any(tag != "scheduling" for tag in tags)
+        try:
+            return wake(self, tags, **options)
+        finally:
+            self._weightsync_wakes = False
+
+    @functools.wraps(add)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard(self).refuse_request()
+        return add(self, *args, **kwargs)
+
+    core.wake_up, core.add_request = wake_up, add_request

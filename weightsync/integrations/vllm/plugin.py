@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from weightsync.errors import BackendUnavailableError, MissingExtraError, install_hint
-from weightsync.integrations.vllm import adapter_models, adapter_versions, names, pauses
+from weightsync.integrations.vllm import adapter_models, adapter_versions, names, pauses, rpc
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -14,7 +14,7 @@ except ImportError as exc:
         f"this needs a vLLM with weight transfer engines ({exc}); {install_hint('vllm')}"
     ) from exc
 
-BACKEND = "weightsync"
+BACKEND = rpc.BACKEND
 
 
 def register() -> None:

@@ -19,6 +19,8 @@ from weightsync.wire import codec, problem
 from weightsync.wire.messages import FinishRequest, Reply, Request
 from weightsync.wire.struct_types import prepare
 
+BACKEND = "weightsync"
+"""The name of our engine in vLLM's configuration."""
 METHOD = "weightsync"
 """The name of the worker's RPC method."""
 

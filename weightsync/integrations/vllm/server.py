@@ -39,10 +39,11 @@ from weightsync.wire.messages import (
     StartRequest,
     StatusRequest,
     UpdateRequest,
+    WakeRequest,
 )
 
 SCHEME = "vllm+"
-BACKEND = "weightsync"
+BACKEND = vllm_rpc.BACKEND
 _START = (
     'start it with --weight-transfer-config \'{"backend":"weightsync"}\', in an environment in '
     "which weightsync is installed"
@@ -90,6 +91,10 @@ class VllmHttpControl(EngineControl):
 
     def resume(self, *, timeout_s: float) -> None:
         self.request("resume", {}, timeout_s)
+
+    def wake_up(self, tags: Sequence[str] | None, *, timeout_s: float) -> None:
+        query = "&".join(f"tags={tag}" for tag in tags or ())
+        self.request(f"wake_up?{query}" if query else "wake_up", {}, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Reset the prefix cache; running requests compute theirs again."""
@@ -174,6 +179,9 @@ class VllmControl(Protocol):
 
     def resume(self, *, timeout_s: float) -> None:
         """Resume generation."""
+
+    def wake_up(self, tags: Sequence[str] | None, *, timeout_s: float) -> object:
+        """Wake up what sleeps of these tags, None: all."""
 
     def reset_prefix_cache(self, *, timeout_s: float) -> object:
         """Reset the prefix cache. Raises RemoteError where blocks are in use."""
@@ -325,6 +333,10 @@ class VllmServer:
             self.control.set_version(first.new_version, timeout_s=timeout_s)
         elif isinstance(first, StatusRequest):
             return self._look(requests, timeout_s)
+        elif isinstance(first, WakeRequest):
+            # Workers say what the engine has woken: their own receivers wake nothing.
+            self.control.wake_up(first.tags, timeout_s=timeout_s)
+            return self._look(dict.fromkeys(requests, StatusRequest()), timeout_s)
         return self._send(requests, timeout_s)
 
     def _look(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:

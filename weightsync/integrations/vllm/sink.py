@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +37,7 @@ from weightsync.errors import (
 )
 from weightsync.integrations.vllm.checksums import held_checksums
 from weightsync.integrations.vllm.direct_writes import DirectWrites
+from weightsync.integrations.vllm.sleeping import refuse_asleep
 from weightsync.integrations.vllm.slices import (
     ReadRecorder,
     Reads,
@@ -72,33 +72,6 @@ from weightsync.weights.sinks.base import (
     uses,
     write_counts,
 )
-
-_ALLOCATORS = {
-    "vllm.device_allocator.cumem": "CuMemAllocator",
-    "vllm.device_allocator.xpumem": "XpuMemAllocator",
-}
-
-
-def refuse_asleep(step: str) -> None:
-    """Raise ConfigError while weights of this process are asleep: an access ends the process.
-
-    Reads the allocator of vLLM's sleep mode, which a worker without that mode does not have.
-    """
-    if _weights_asleep():
-        raise ConfigError(
-            f"{step}: this vLLM sleeps, and its weights have no memory; wake it with "
-            'wake_up(tags=["weights"]), or POST /wake_up?tags=weights, and send again'
-        )
-
-
-def _weights_asleep() -> bool:
-    for module, name in _ALLOCATORS.items():
-        made = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
-        allocations = getattr(made, "pointer_to_data", {}).values()
-        if any(data.tag == "weights" and data.is_asleep for data in list(allocations)):
-            return True
-    return False
-
 
 _VLLM_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 

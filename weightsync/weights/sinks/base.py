@@ -187,6 +187,13 @@ class LoadTarget(ABC):
     def discard(self) -> None:
         """Abandon the update. The next update may overwrite staged memory."""
 
+    def forget(self) -> None:
+        """Note that it is not known any more what the weights in use, and the memory, hold."""
+
+    def staged(self) -> Sequence[torch.Tensor]:
+        """Return the memory that it has beside the model's tensors, and that nothing else uses."""
+        return ()
+
 
 class PartTarget(LoadTarget):
     """The part of a load target that one of several streams writes to; the whole is committed."""
@@ -227,6 +234,12 @@ class ArenaTarget(LoadTarget):
         if self.written is None or self.written.any():
             self._holds_weights_in_use = False
 
+    def forget(self) -> None:
+        self._holds_weights_in_use = False
+
+    def staged(self) -> Sequence[torch.Tensor]:
+        return () if self.memory is None else self.memory.tensors
+
     def holds_commit(self, whole: bool = True) -> None:
         """Note that the memory holds the weights in use from now on, or not any more."""
         self._holds_weights_in_use = whole
@@ -246,6 +259,7 @@ class WeightSink(ABC):
     `may_cast`: floating-point tensors that it casts although `casts` is False, because receivers of
     one sender keep them in unlike dtypes; set it by `let_cast`. `quantization`: the
     `quantization_config` of the checkpoint whose tensors it takes, for `connect(quantize=)`.
+    `sleeps`: it gives the memory of the weights back by itself, in `fall_asleep`.
     """
 
     manifest: Manifest | None = None
@@ -257,6 +271,7 @@ class WeightSink(ABC):
     holds_parts: bool = False
     keeps_views: bool = False
     swaps: bool = True
+    sleeps: bool = False
 
     @property
     @abstractmethod
@@ -341,6 +356,15 @@ class WeightSink(ABC):
         With the reasons. Empty for a sink that loads no boxes.
         """
         return {}
+
+    def fall_asleep(self, level: int) -> None:
+        """Give the memory of the weights back: of level 1 they are kept on the host, of 2 lost.
+
+        Called while nothing reads or writes them. An error of level 1 has changed nothing.
+        """
+
+    def wake_up(self) -> None:
+        """Take the memory again, with the weights that were kept. May be called again."""
 
     def commit_all(self, load_targets: Sequence[LoadTarget]) -> None:
         """Commit the load targets of one update, in this order; see LoadTarget.commit."""

@@ -45,6 +45,7 @@ from weightsync.weights.copying.layout import StreamLayout, aligned
 from weightsync.weights.copying.shards import Slice, Slicer, is_sharded, local_of
 from weightsync.weights.lines.memory import LineMemory, Marks, new_marks
 from weightsync.weights.lines.shard_lines import lines_of, takes_lines
+from weightsync.weights.sinks.asleep import GpuMemory, give_back
 from weightsync.weights.sinks.base import (
     Apply,
     ArenaTarget,
@@ -331,6 +332,7 @@ class ModuleSink(WeightSink):
     """
 
     verification: Verification = "held"
+    sleeps = True
 
     def __init__(self, module: nn.Module, *, cast: bool = False, swap: Swap = "auto") -> None:
         check_scripted(module)
@@ -339,6 +341,7 @@ class ModuleSink(WeightSink):
         self.lock = threading.RLock()
         self.module = module
         self.casts = cast
+        self._gpu_memory = GpuMemory()
         self._found = ModuleTensors(module)
         check_writable(self._named())
         self._held = self._hold()
@@ -559,6 +562,21 @@ class ModuleSink(WeightSink):
             )
         return groups
 
+    def fall_asleep(self, level: int) -> None:
+        """Give memory that nothing but the module's tensors uses back.
+
+        Tensors on the host are where level 1 would move them.
+        """
+        with self.lock:
+            alone = [tensor for tensor in self._held if self.is_alone(tensor)]
+        on_gpus = [tensor for tensor in alone if tensor.device.type != "cpu"]
+        self._gpu_memory.fall_asleep(on_gpus, keep=level == 1)
+        if level > 1:
+            give_back(alone)
+
+    def wake_up(self) -> None:
+        self._gpu_memory.wake_up()
+
     def in_use(self, manifest: Manifest) -> list[torch.Tensor] | None:
         """Return the module's tensors that `manifest` names."""
         return [_readable(group[0]) for group in self.targets(manifest)]
@@ -737,6 +755,9 @@ class _ModuleTarget(LoadTarget):
     def is_in_use(self) -> bool:
         return self._stamps is not None and self._stamps == self._sink.stamps() and self.is_current
 
+    def forget(self) -> None:
+        self._stamps = None
+
     @property
     def is_current(self) -> bool:
         return self._sink.generation == self._generation
@@ -864,6 +885,14 @@ class _PointerTarget(_StagedTarget):
         self._spare = 1 - self._spare
         self._behind = self.written
         self.note_commit()
+
+    def forget(self) -> None:
+        super().forget()
+        self._behind = None
+
+    def staged(self) -> Sequence[torch.Tensor]:
+        spare = self._arenas[self._spare]  # the other one is that of the module's tensors
+        return spare.memory.tensors if self.is_unused() else ()
 
     def discard(self) -> None:
         written = self.written
@@ -1038,6 +1067,10 @@ class _CopyTarget(ArenaTarget, _StagedTarget):
 
     def is_in_use(self) -> bool:
         return _ModuleTarget.is_in_use(self)
+
+    def forget(self) -> None:
+        super().forget()
+        self._stamps = None
 
 
 class _InPlaceTarget(_ModuleTarget):
