@@ -67,8 +67,8 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], objec
     monkeypatch.setitem(sys.modules, "verl.checkpoint_engine", module)
     monkeypatch.setitem(sys.modules, VERL, module)  # so that it is not there after the test
     del sys.modules[VERL]
-    check: Callable[[Mapping[str, Any]], object] = importlib.import_module(VERL).options_of
-    return check
+    engine_class = importlib.import_module(VERL).WeightsyncCheckpointEngine
+    return lambda options: engine_class(1 << 20, **options)._options
 
 
 def test_options_of_verl_are_settings_of_connect(monkeypatch: pytest.MonkeyPatch) -> None:

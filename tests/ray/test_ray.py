@@ -15,7 +15,7 @@ from tests.ray import sandbox
 from weightsync import ray as weightsync_ray
 from weightsync.errors import ConfigError
 from weightsync.ray import WeightSyncActor
-from weightsync.wire.messages import CALLS
+from weightsync.wire.messages import ALL_CALLS
 
 HERE = Path(__file__).parent
 WITHOUT_RAY = """
@@ -109,6 +109,6 @@ def test_plain_classes_keep_plain_verbs_and_async_ones_get_async_ones() -> None:
 
 def test_every_call_is_a_verb() -> None:
     assert {verb for verb in vars(WeightSyncActor) if not verb.startswith("_")} == {
-        *CALLS,
+        *ALL_CALLS,
         "weightsync_handle",
     }

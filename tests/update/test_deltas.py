@@ -951,7 +951,9 @@ class TestCoded:
                     yield name, tensor
 
         count = lines.count_lines(log.layout)
-        made = DeltaSource(log, Counted(model), "next", ["base"], count, by_value=True)
+        made = DeltaSource(
+            log, Counted(model), "next", ["base"], count, by_value=True, gives_up=True
+        )
         if changed == 1.0:
             with pytest.raises(ws.DeltaError, match="more bytes coded"):
                 list(made.tensors())

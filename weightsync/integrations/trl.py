@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 Source = Callable[[nn.Module], object]
 
-_OWN_SETTINGS = ("every", "at_start", "at_end", "adapter", "adapter_only", "source")
+_OWN_SETTINGS = ("every", "at_start", "at_end", "adapter", "adapter_only", "source", "wake")
 
 
 class WeightSyncCallback(TrainerCallback):

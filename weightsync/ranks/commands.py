@@ -78,7 +78,8 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
     receivers read the lines of `scrub` back, by the first and their number. Without, the source's
     lines are only recorded, for later deltas; with an empty id none of these builds on them.
     `by_value`, deltas are coded for a slow path, for which the rank `keeps` a copy of the stream.
-    `to_shards`: some receivers hold shards.
+    `to_shards`: some receivers hold shards. `gives_up`: the whole model is sent where coded values
+    begin to take more than half of the bytes.
     """
 
     weights_id: str
@@ -88,6 +89,7 @@ class DeltaTask(msgspec.Struct, frozen=True, kw_only=True):
     by_value: bool = False
     keeps: bool = False
     to_shards: bool = False
+    gives_up: bool = False
 
 
 class ChangeEstimate(msgspec.Struct, frozen=True, kw_only=True):

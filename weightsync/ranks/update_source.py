@@ -243,6 +243,7 @@ class DeltaUpdate(RecordedUpdate):
             scrub=task.scrub,
             by_value=task.by_value and self._one_pass,
             to_shards=task.to_shards,
+            gives_up=task.gives_up,
         )
         return self._delta
 

@@ -80,6 +80,7 @@ class DeltaPlanner:
                 by_value=by_value,
                 keeps=by_value,
                 to_shards=any("shards" in taken for taken in forms),
+                gives_up=self.choice == "auto",
             ),
             most=self._max_share(members) if self.choice == "auto" else 1.0,
             lines=self.lines,

@@ -80,9 +80,9 @@ written. The backend `tcp` does not send the zeros at its end."""
 _CODED_LINE_NBYTES, _LEAST_LINE_NBYTES = 40, 4
 """Room for a changed line, coded: a byte or so for each value, of which all may have changed. Later
 deltas have room for twice as much as the last one took."""
-_JUDGED_SHARE, _TOO_MUCH = 1 / 16, 1.3
-"""Coding ends where more than this share of the stream is coded, and took so many times as much as
-there is room for it: the rest would not fit, either, and coding is slower than most links."""
+_JUDGED_SHARE, _TOO_MUCH = 1 / 16, 0.6
+"""A delta that `gives_up` is coded no further where more than this share of the stream takes so
+much of its bytes: the rest would not be smaller, and coding is slower than most links."""
 _EARLY_PACKETS, _EARLY_NBYTES = 12, 96 << 10
 """Packets that go before they are full, so that the path is busy while the rest is coded."""
 
@@ -353,9 +353,10 @@ class DeltaSource:
     `expected` is about how many lines that are: the packets have room for some more, and an update
     with still more raises DeltaError. Iterate over it once for each engine: the source is read
     meanwhile. `scrub` are the first line and the number of lines that receivers read back whole.
+    With `gives_up`, a delta by value that begins with more than half of the bytes raises it too.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a task of the ranks, part by part
         self,
         log: ChangeLog,
         source: WeightSource,
@@ -366,6 +367,7 @@ class DeltaSource:
         scrub: tuple[int, int] = (0, 0),
         by_value: bool = False,
         to_shards: bool = False,
+        gives_up: bool = False,
     ) -> None:
         self._log, self._source, self._weights_id = log, source, weights_id
         self._also = log.marks_since(bases)
@@ -383,14 +385,13 @@ class DeltaSource:
         capacity = min(_PACKET_LINES, -(-(max(room, 1) + WORDS) // 16) * 16)
         self._packets = max(-(-room // (capacity - WORDS + 1)), 1)
         self._is_coded = by_value and log.keeps and self._also is None
-        self._coded_nbytes = self._room_nbytes = 0
+        self._coded_nbytes = 0
         self._coded_share = 0.0
+        self._gives_up = gives_up
         shapes = [_HEADER_NBYTES + capacity * (LINE + 4)] * self._packets
         if self._is_coded:
-            self._room_nbytes = room * log.coded_line_nbytes
-            self._packets = _EARLY_PACKETS + -(
-                -self._room_nbytes // (_CODED_NBYTES - _HEADER_NBYTES)
-            )
+            most = room * log.coded_line_nbytes
+            self._packets = _EARLY_PACKETS + -(-most // (_CODED_NBYTES - _HEADER_NBYTES))
             shapes = [_CODED_NBYTES] * self._packets
         # The last one is alone in its bucket, too.
         shapes.append(_CODED_NBYTES if self._is_coded else _END.size)
@@ -468,9 +469,10 @@ class DeltaSource:
             yield self._encoded(waiting)
 
     def _takes_too_much(self, nbytes: int) -> bool:
-        """Whether what is coded so far took so much that the rest would not fit."""
+        """Whether what is coded so far, `nbytes`, says that the whole model takes less time."""
         share = self._coded_share
-        return share > _JUDGED_SHARE and nbytes > _TOO_MUCH * share * self._room_nbytes
+        judged = self._gives_up and share > _JUDGED_SHARE
+        return judged and nbytes > _TOO_MUCH * share * self._log.layout.nbytes
 
     def _encoded(self, parts: Sequence[Section]) -> bytes:
         section = Section(
