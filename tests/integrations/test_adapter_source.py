@@ -243,6 +243,7 @@ def test_a_plain_model_refuses_an_adapter_and_keeps_its_weights() -> None:
     ("config", "named"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     ],
 )

@@ -91,6 +91,7 @@ def test_every_version_has_names_of_its_own() -> None:
     assert len({str(path) for path in paths}) == len({path.id for path in paths}) == 4
     assert all(1 << 61 <= path.id < 1 << 62 for path in paths)
     assert [AdapterPath.parse(str(path)) for path in paths] == paths
+    assert len({path.lora_name for path in paths}) == 4
     assert paths[0].model == "policy@1"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,61 @@ def test_base_and_adapter_of_a_set(offline: Offline) -> None:
             assert len({report.version for report in reports}) == 1
             assert_told(generated(offline.llm), base_of(offline.model))
             offline.assert_computes("policy")
+
+
+def test_a_set_to_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Its client has one socket, which the threads of two parts must not use at once."""
+    command = [sys.executable, "-m", "tests.vllm.default_llm", str(tmp_path), "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "right" in done.stdout.splitlines()
+
+
+def test_a_number_that_comes_again_is_another_adapter(tmp_path: Path) -> None:
+    """Requests of both are in one step: vLLM takes adapters of one name for the same."""
+    from vllm import SamplingParams
+
+    model = adapt(make_model(tmp_path, tied=False))
+    prompt = {"prompt_token_ids": [5, 77, 130, 42, 9]}
+    params = SamplingParams(temperature=0, max_tokens=30, logprobs=1, ignore_eos=True)
+    wanted: dict[str, list[int]] = {}
+    with (
+        offline_llm(tmp_path, enable_lora=True, max_loras=2, max_lora_rank=8) as llm,
+        ws.connect(ws.AdapterSource(model, name="policy"), to=vllm_targets(llm)) as sender,
+    ):
+        engine = llm.llm_engine
+        for seed, key in enumerate(("before", "after")):
+            train(model, seed)
+            sender.send_weights(version=1, rewind=seed > 0)
+            wanted[key] = expected(model, count=30)[0]
+            engine.add_request(key, prompt, params, lora_request=adapter_request("policy"))
+            for _ in range(3):
+                engine.step()
+        told: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            told |= {
+                o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished
+            }
+        assert told == wanted
+    assert wanted["before"] != wanted["after"]
+
+
+def test_a_pattern_of_alphas_is_computed_or_refused(tmp_path: Path) -> None:
+    """vLLM before 0.32 does not know it, and computes every layer with lora_alpha."""
+    pattern = {"layers.0.self_attn.q_proj": 64}
+    model = adapt(make_model(tmp_path, tied=False), alpha_pattern=pattern)
+    train(model, 1)
+    with (
+        offline_llm(tmp_path, enable_lora=True, max_lora_rank=8) as llm,
+        ws.connect(ws.AdapterSource(model, name="policy"), to=vllm_targets(llm)) as sender,
+    ):
+        try:
+            sender.send_weights()
+        except ws.WeightSyncError as refused:
+            assert "alpha_pattern" in str(refused)  # noqa: PT017  # one of two right outcomes
+            assert_told(generated(llm), base_of(model))
+        else:
+            assert_told(generated(llm, adapter_request("policy")), expected(model))
 
 
 def test_unloading_frees_the_versions_and_the_receiver(offline: Offline) -> None:

@@ -63,6 +63,8 @@ _IN_OBJECTS = {
     "WorkerLoRAManager.lora_config",
     "WorkerLoRAManager.max_position_embeddings",
     "WorkerLoRAManager.vocab_size",
+    "EngineCore.model_executor",
+    "EngineCore.vllm_config",
     "EngineCoreProc.input_queue",
     "HTTPVLLMWeightSyncClient.base_url",
     "LayerReloadingInfo.kernel_non_persistent_buffers",
@@ -89,7 +91,8 @@ def test_what_the_sources_say_is_what_an_import_finds() -> None:
         for name in used
         if not names.is_importable(module, name)
     }
-    assert not_found == _IN_OBJECTS
+    # A property of the class since 0.31.
+    assert not_found - {"Executor.is_sleeping"} == _IN_OBJECTS
 
 
 def imported(file: Path) -> Iterator[tuple[str, str]]:

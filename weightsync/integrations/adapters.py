@@ -29,8 +29,8 @@ CONFIG_NAME = "adapter_config.json"
 """The name of the tensor that holds the config: uint8[n], the bytes of a JSON object."""
 MAX_CONFIG_NBYTES = 1 << 20
 
-# These compute on top of a base that is not the server's: PEFT changes it when training begins.
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# With any other PEFT changes the base when training begins, so that it is not the server's.
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 
 
 def config_spec(manifest: Manifest) -> TensorSpec:
@@ -107,8 +107,8 @@ class AdapterSource(WrappingSource):
 
     Raises ConfigError where `model` is no PeftModel or has no such adapter, for an adapter of
     another kind than LoRA, and for what changes the base model, or how it computes (PiSSA, OLoRA,
-    CorDA, LoftQ, aLoRA, QALoRA, BD-LoRA, replicated layers). Raises it in an update whose model has
-    another config or another scale than at `connect`. MissingExtraError without peft.
+    CorDA, LoftQ, LoRA-GA, aLoRA, QALoRA, BD-LoRA, replicated layers). Raises it in an update whose
+    model has another config or another scale than at `connect`. MissingExtraError without peft.
     """
 
     only_moves = True

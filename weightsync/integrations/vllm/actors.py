@@ -9,9 +9,11 @@ The actor's class is vLLM's `LLM` or `AsyncLLM`, or derives from one: `ray.remot
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from weightsync.errors import (
     BackendUnavailableError,
@@ -118,9 +120,16 @@ class _Engine(Counted):
             ) from exc
 
 
+_calling: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+"""A lock for each engine of this process: an `LLM` has one socket, which one thread may use."""
+
+
 def _in_process(engine: Any) -> Call:
+    lock = _calling.setdefault(engine, threading.Lock())
+
     def call(method: str, _timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-        return getattr(engine, method)(*args, **kwargs)
+        with lock:
+            return getattr(engine, method)(*args, **kwargs)
 
     return call
 

@@ -49,6 +49,14 @@ class AdapterPath:
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @property
+    def lora_name(self) -> str:
+        """The name for vLLM, which takes two requests of one name for the same weights.
+
+        A number may come again with other weights, and a file's adapter may be named `policy@7`.
+        """
+        return f"{self.model}/{self.digest}" if self.digest else self.model
+
+    @property
     def id(self) -> int:
         """A number for vLLM's tables. Small ones are those of adapters from files."""
         digest = hashlib.blake2b(str(self).encode(), digest_size=8).digest()
@@ -74,7 +82,7 @@ def request_of(path: AdapterPath) -> Any:
     """Return vLLM's LoRARequest for an adapter."""
     from vllm.lora.request import LoRARequest  # noqa: PLC0415  # the senders' side has no vLLM
 
-    return LoRARequest(lora_name=path.model, lora_int_id=path.id, lora_path=str(path))
+    return LoRARequest(lora_name=path.lora_name, lora_int_id=path.id, lora_path=str(path))
 
 
 def adapter_request(name: str, version: int | None = None) -> Any:

@@ -159,6 +159,9 @@ class VllmAdapterSink(AdapterSink):
         positions = {"vllm_max_position_embeddings": manager.max_position_embeddings}
         try:
             helper = PEFTHelper.from_dict({**config, **positions})
+            if config.get("alpha_pattern") and not hasattr(helper, "alpha_pattern"):
+                # Those before 0.32 compute all layers with lora_alpha.
+                raise ValueError("it does not know alpha_pattern, and would scale layers wrongly")
             helper.validate_legal(manager.lora_config)
             built = LoRAModel.from_lora_tensors(
                 1,

@@ -94,7 +94,7 @@ class VllmHttpControl(EngineControl):
 
     def wake_up(self, tags: Sequence[str] | None, *, timeout_s: float) -> None:
         query = "&".join(f"tags={tag}" for tag in tags or ())
-        self.request(f"wake_up?{query}" if query else "wake_up", {}, timeout_s)
+        self.request(f"wake_up?{query}", {}, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:
         """Reset the prefix cache; running requests compute theirs again."""
