@@ -277,7 +277,12 @@ class TensorDescription:
 
 
 class GeneratedSource:
-    """A source of `connect` that yields what another iterator `given` yields in each update."""
+    """A source of `connect` that yields what another iterator `given` yields in each update.
+
+    There is none at `connect`, so that no rank can look there which parts it holds.
+    """
+
+    is_given_once = True
 
     def __init__(self, described: list[TensorDescription]) -> None:
         self._described = described

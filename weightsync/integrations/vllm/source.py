@@ -16,6 +16,7 @@ from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
 from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import SplitSource
+from weightsync.weights.sources.holdings import Holdings
 
 
 def described_source(
@@ -49,12 +50,17 @@ class DescribedSource(SplitSource):
         rename: Rename | None = None,
     ) -> None:
         self._all = _all_of(described)
+        self._is_given_once = getattr(described, "is_given_once", False)
         self._iterate, self._held_names, self._iterated = _share_of(described, self._all)
         held = None
         if self._held_names is not None:
             _check_held(described, self._held_names, self._iterated, dict(self._all))
             held = [i for i, (name, _) in enumerate(self._all) if name in self._held_names]
         super().__init__(self._whole, self._all, held, dtype=dtype, rename=rename)
+
+    def holdings(self) -> Holdings | None:
+        """Return the parts that this rank yields; None where it is given its tensors only once."""
+        return None if self._is_given_once else super().holdings()
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a tensor for every name, on the meta device where this rank does not hold it."""
