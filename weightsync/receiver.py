@@ -219,7 +219,7 @@ class WeightReceiver:
 
     @property
     def asleep(self) -> Sequence[str]:
-        """What sleeps of `weights` and `kv_cache`; nothing in a receiver that is awake."""
+        """The tags that sleep, `weights` and `kv_cache`; empty in a receiver that is awake."""
         return self._session.lifecycle.asleep
 
     @property

@@ -283,7 +283,7 @@ class ResumeRequest(Message, frozen=True, kw_only=True):
 
 
 SleepTag = Literal["weights", "kv_cache"]
-"""What sleeps and is woken by itself: vLLM's tags. The KV cache is woken last."""
+"""The parts that sleep and wake apart: vLLM's tags. The KV cache is woken last."""
 
 
 class SleepRequest(Message, frozen=True, kw_only=True):

@@ -297,7 +297,7 @@ class ModelSink(HookSink):
 
 @dataclass(slots=True)
 class Trial:
-    """What a model's loader did with tensors without memory.
+    """The result of a dry run: a model's loader with tensors without memory.
 
     `complete` are the parameters that it would fill, `aliases` the further names that it was given.
     """

@@ -41,7 +41,7 @@ _USED: Mapping[str, tuple[str, ...]] = {
     f"{_SYNC}.control_plane": ("SkyrlWeightSyncClient",),
     f"{_SYNC}.sources": ("FsdpWeightSource",),
 }
-"""What is used of SkyRL, by module. Some of it is private there."""
+"""The names of SkyRL that are used, by module. Some are private there."""
 
 
 class _Backend(str):
