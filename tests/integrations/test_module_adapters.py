@@ -230,3 +230,20 @@ def test_one_name_asked_for_by_several_threads_is_one_receiver() -> None:
         thread.join()
     assert len(set(map(id, found))) == 1
     adapters.close()
+
+
+def test_a_part_of_an_adapter_is_no_version() -> None:
+    """The layers that it lacks would compute as the base model."""
+    model, held = adapted(), ModuleAdapters(llama())
+    source = ws.AdapterSource(model, name="policy")
+    with ws.connect(source, to=held.receiver("policy")) as sender:
+        sender.send_weights()
+        pairs = dict(source.tensors())
+        some = [(name, t) for name, t in pairs.items() if "layers.0" in name or "config" in name]
+        with (
+            pytest.raises(ws.ConfigError, match=r"is partial.*without partial=True"),
+            sender.update(partial=True) as update,
+        ):
+            update.send(some)
+        assert [version.version for version in held.held()] == [1]
+        sender.send_weights()

@@ -32,6 +32,7 @@ class AdapterSink(WeightSink):
     verification = "arrived"
     casts = True
     fetchable = False
+    takes_parts = False
     swaps = False
     server = "this server"
 

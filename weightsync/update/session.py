@@ -18,6 +18,7 @@ from msgspec import structs
 from weightsync.backends.base import LoadContext, Received
 from weightsync.cuda.wait import wait_for
 from weightsync.errors import (
+    ConfigError,
     DeltaError,
     ProtocolError,
     TransferError,
@@ -550,6 +551,11 @@ class ReceiverSession:
                     f"the update has manifest {terms.manifest_digest}, init announced {digest}; "
                     "init again with the new manifest"
                 )
+        if terms.partial and not self.sink.takes_parts:
+            raise ConfigError(
+                f"update {update_id} is partial, and each update of this receiver makes new "
+                "weights: the others would be missing; send all tensors, without partial=True"
+            )
         with self.lock:
             self.check_open()
             self._set.check_awake(f"update {update_id}")

@@ -255,6 +255,7 @@ class WeightSink(ABC):
     receivers may not fetch the weights in use. `holds_parts`: it holds parts of tensors, which
     others may fetch with those of the receivers that hold the rest. `keeps_views`: it keeps tensors
     that it is given.
+    `takes_parts` False: each update makes new weights, so that one of a part of them is refused.
     `swaps` False: a commit changes nothing that a decode step uses, and need not wait for one.
     `may_cast`: floating-point tensors that it casts although `casts` is False, because receivers of
     one sender keep them in unlike dtypes; set it by `let_cast`. `quantization`: the
@@ -270,6 +271,7 @@ class WeightSink(ABC):
     fetchable: bool = True
     holds_parts: bool = False
     keeps_views: bool = False
+    takes_parts: bool = True
     swaps: bool = True
     sleeps: bool = False
 
