@@ -7,6 +7,7 @@ import warnings
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,6 +150,31 @@ def test_every_value_of_a_row_is_rounded_as_the_library_does(dtype: torch.dtype)
         weight = torch.stack([values.clamp(-largest, largest), -values.clamp(-largest, largest)])
         for scheme in ("fp8_channel", "int8_channel"):
             assert_equal_bits(quantize(weight, SCHEMES[scheme]), by_library(weight, scheme))
+
+
+@pytest.mark.parametrize("exponent", [8, 9, 96, 112, 127, 200, 245])
+def test_codes_are_what_a_division_makes_of_every_value_and_every_scale(exponent: int) -> None:
+    """All bfloat16 values up to the largest that such a scale has, by each of its 128 significands.
+
+    Exponents of value and scale are added, so that a few are enough: the least for which codes are
+    looked up, that of common weights, and the largest.
+    """
+    from weightsync.weights.sources import quantize_kernels as kernels
+
+    magnitudes = np.arange(0, 0x7F80, dtype=np.uint16)
+    values = np.concatenate([magnitudes, magnitudes | np.uint16(0x8000)])
+    begin, end = np.uint64(0), np.uint64(values.size)
+    looked_up, divided = np.empty(values.size, np.uint8), np.empty(values.size, np.uint8)
+    for significand in range(128):
+        bits = (exponent << 7) + significand
+        exact = np.array([bits << 16], np.uint32).view(np.float32)[0]
+        kernels._to_float8_by_table(values, looked_up, begin, end, np.uint32(bits), kernels.CODES)
+        kernels._to_float8(values, divided, begin, end, exact)
+        assert np.array_equal(looked_up, divided)
+        if not significand % 32:
+            scaled = torch.from_numpy(values).view(torch.bfloat16) / float(exact)
+            scaled = (scaled + 0.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert np.array_equal(divided, scaled.view(torch.uint8).numpy())
 
 
 class Linears(nn.Module):

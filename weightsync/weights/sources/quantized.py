@@ -231,18 +231,19 @@ def _by_kernel(
     high, wide = scheme.block or (1, columns)
     scales = weight.new_empty(-(-rows // high), -(-columns // wide))
     made = torch.empty(weight.numel(), dtype=torch.uint8) if memory is None else memory
-    made = made.view(weight.shape)
     whole = quantize_kernels.quantize(
-        weight.contiguous().view(torch.uint16).numpy(),
+        weight.contiguous().view(torch.uint16).view(-1).numpy(),
         made.numpy(),
         scales.view(torch.uint16).numpy(),
-        high,
-        wide,
+        np.uint64(columns),
+        np.uint64(high),
+        np.uint64(wide),
         np.float32(_half_range(scheme.dtype)),
         _EPS,
         scheme.dtype == "int8",
+        quantize_kernels.CODES,
     )
-    return (made.view(TORCH_DTYPES[scheme.dtype]), scales) if whole else None
+    return (made.view(TORCH_DTYPES[scheme.dtype]).view(weight.shape), scales) if whole else None
 
 
 class _Scratch:
