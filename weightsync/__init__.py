@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # loaded by __getattr__ on first use: a receiver needs no mod
     from weightsync.weights.sinks.module_sink import ModuleSink, ShardedModuleSink
     from weightsync.weights.sources.base import ModuleSource, StateDictSource, WeightSource
     from weightsync.weights.sources.declared import Holding
+    from weightsync.weights.sources.dequantized import DequantizedSource
     from weightsync.weights.sources.experts import FusedExpertsSource, PerExpertSource
     from weightsync.weights.sources.quantized import QuantizationScheme, QuantizedSource
     from weightsync.weights.sources.safetensors_source import SafetensorsSource
@@ -87,6 +88,7 @@ __all__ = [
     "ConnectError",
     "DeltaError",
     "DeltaReport",
+    "DequantizedSource",
     "FusedExpertsSource",
     "GpuPair",
     "HandleError",
@@ -173,6 +175,7 @@ _MODULES = {
     "weights.sources.experts": ("FusedExpertsSource", "PerExpertSource"),
     "weights.sinks.module_sink": ("ModuleSink", "ShardedModuleSink"),
     "weights.lines.patches": ("SparseWeightPatch",),
+    "weights.sources.dequantized": ("DequantizedSource",),
     "weights.sources.quantized": ("QuantizationScheme", "QuantizedSource"),
     "weights.sources.safetensors_source": ("SafetensorsSource",),
     "weights.sinks.base": ("HookSink", "WeightSink"),

@@ -160,11 +160,11 @@ def _why(tensor: torch.Tensor, cast: torch.dtype | None, *, or_meta: bool) -> _R
     if is_sharded(tensor) and local is not tensor:
         why = _why(local, cast, or_meta=or_meta)
         return why and _Reason(f"a DTensor of {why.what}", why.instead)
-    package = next((c.__module__ for c in cls.__mro__ if _package(c) in _QUANTIZERS), None)
+    package = quantizer_of(tensor)
     if package is not None:
         return _Reason(
-            f"a {package.partition('.')[0]} {cls.__name__}, with scales beside its bytes",
-            "its dequantized values",
+            f"a {package} {cls.__name__}, with scales beside its bytes",
+            "its values, as ws.DequantizedSource(model) does",
         )
     if hasattr(tensor, "ds_tensor"):
         return _Reason(
@@ -453,5 +453,7 @@ def _inner_names(tensor: Any) -> list[str]:
     return list(map(str, names))
 
 
-def _package(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+def quantizer_of(tensor: torch.Tensor) -> str | None:
+    """Return the package that keeps scales beside the bytes of this tensor, None for others."""
+    packages = (cls.__module__.partition(".")[0] for cls in type(tensor).__mro__)
+    return next((package for package in packages if package in _QUANTIZERS), None)

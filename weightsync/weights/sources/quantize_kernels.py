@@ -191,26 +191,41 @@ def _to_int8(values: Any, out: Any, begin: Any, end: Any, scale: Any) -> None:
 
 
 @compiled
+def _scale(largest: Any, half: Any, eps: Any) -> Any:
+    """Return the bits of a bfloat16 scale for the bits of the largest magnitude.
+
+    0 for NaN and infinity, and where the scale is not normal; `eps` for zeros.
+    """
+    if largest >= _INFINITY:
+        return U4(0)
+    made = _as_bits(F4(_as_float(U4(largest << U4(16))) / half))
+    odd = U4(U4(made >> U4(16)) & U4(1))
+    scale = U4(U4(U4(made + U4(0x7FFF)) + odd) >> U4(16))
+    if scale >= _SMALLEST_NORMAL:
+        return scale
+    return U4(0) if largest != U4(0) else U4(eps)
+
+
+@compiled
 def quantize(
     values: Any,
     out: Any,
     scales: Any,
-    columns: Any,
-    high: Any,
-    wide: Any,
+    sizes: Any,
     half: Any,
     eps: Any,
     integers: bool,
     codes: Any,
 ) -> bool:
-    """Quantize `values`, uint16[rows * columns], by blocks of `high` rows and `wide` columns.
+    """Quantize `values`, uint16[rows * columns], to `out`, uint8[rows * columns].
 
-    Writes uint8[rows * columns] to `out`, and the bits of bfloat16 scales to `scales`, uint16[down,
-    across]. `half` is the half of the range, `eps` the bits of the scale of zeros. `codes` are
-    CODES, or empty: then all quotients are divided. Sizes are uint64, so that no index is negative.
-    Returns False, with nothing of use written, where a block has NaN or infinity, or so small a
-    scale that it is not normal.
+    `sizes` are the columns, and the rows and columns of a block; uint64, so that no index is
+    negative. The bits of bfloat16 scales are written to `scales`, uint16[down, across]. `half` is
+    the half of the range, `eps` the bits of the scale of zeros. `codes` are CODES, or empty: then
+    all quotients are divided. Returns False, with nothing of use written, where a block has NaN or
+    infinity, or so small a scale that it is not normal.
     """
+    columns, high, wide = sizes
     rows = U8(values.size) // columns
     down, across = scales.shape
     exact = np.empty(across, U4)
@@ -224,16 +239,9 @@ def quantize(
                 end = row * columns + min((j + U8(1)) * wide, columns)
                 exact[j] = max(exact[j], U4(_largest(values, begin, end)))
         for j in range(U8(across)):
-            largest = exact[j]
-            if largest >= _INFINITY:
+            scale = _scale(exact[j], half, eps)
+            if scale == U4(0):
                 return False
-            made = _as_bits(F4(_as_float(U4(largest << U4(16))) / half))
-            odd = U4(U4(made >> U4(16)) & U4(1))
-            scale = U4(U4(U4(made + U4(0x7FFF)) + odd) >> U4(16))
-            if scale < _SMALLEST_NORMAL:
-                if largest != U4(0):
-                    return False
-                scale = U4(eps)
             scales[block, j] = U2(scale)
             exact[j] = scale
         for row in range(first, last):
