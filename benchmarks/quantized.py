@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantized [--mib 128] [--rate 1gbit] [--rounds 5]
 
-The model is linear layers in bf16. One trainer sends it to four receivers in turn: as it is, by
-`fp8_channel`, `fp8_block` and `int8_channel`; each receiver is a process with a module of the sent
-dtypes, reached over HTTP. On one host, seconds stand beside a copy of the bf16 bytes in the
+The model is linear layers in bf16. One trainer sends it to five receivers in turn: as it is, and by
+each scheme that has a name; each receiver is a process with a module of the sent dtypes, reached
+over HTTP. On one host, seconds stand beside a copy of the bf16 bytes in the
 trainer's process, in the same round. Over the link, both are network namespaces, whose rate `tc`
 limits; that needs root. All updates are whole (`delta="off"`) and verified, medians of the rounds.
 """

@@ -251,8 +251,9 @@ class TestRefused:
     def test_the_cache_before_the_weights(self, connected: Connected) -> None:
         _, engine, _ = connected
         engine.receiver.sleep(2)
-        with pytest.raises(ws.UpdateConflictError, match="wake the weights first"):
+        with pytest.raises(ws.UpdateConflictError, match="wake the weights first") as raised:
             engine.receiver.wake_up(["kv_cache"])
+        assert "\n" not in str(raised.value)
         assert engine.status.asleep == ["weights", "kv_cache"]
         assert engine.events == ["sleep 2"]
 

@@ -77,7 +77,7 @@ def by_4_bit_contract(layer: nn.Linear) -> Callable[[], torch.Tensor]:
     return lambda: whole
 
 
-def by_8_bit_contract(layer: nn.Linear) -> Callable[[], torch.Tensor]:
+def by_8_bit_contract(layer: Any) -> Callable[[], torch.Tensor]:
     """After a forward, which moves the scales to the layer's state."""
     scales = layer.weight.detach().abs().amax(1).float()
     data = (layer.weight.detach() * 127 / scales[:, None]).round().to(torch.int8)
@@ -106,7 +106,7 @@ def by_torchao(name: str) -> Callable[[nn.Linear], Callable[[], torch.Tensor]]:
     return make
 
 
-def by_4_bits(layer: nn.Linear) -> Callable[[], torch.Tensor]:
+def by_4_bits(layer: Any) -> Callable[[], torch.Tensor]:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     weight = bitsandbytes.nn.Params4bit(layer.weight.detach().clone(), requires_grad=False)
     layer.weight = weight.to("cpu")
@@ -115,7 +115,7 @@ def by_4_bits(layer: nn.Linear) -> Callable[[], torch.Tensor]:
     return lambda: dequantize(layer.weight.data, layer.weight.quant_state)
 
 
-def by_8_bits(layer: nn.Linear) -> Callable[[], torch.Tensor]:
+def by_8_bits(layer: Any) -> Callable[[], torch.Tensor]:
     """The weight after a forward, with the values of before."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     made = bitsandbytes.nn.Linear8bitLt(WIDE, HIGH, bias=False, has_fp16_weights=False)
@@ -201,14 +201,15 @@ def test_tied_tensors_are_sent_once() -> None:
 def test_what_cannot_be_dequantized_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for kind, spoil, seen in (
+    spoiled: Any = (
         ("bitsandbytes' contract, 8 bits", lambda m: delattr(m, "state"), "AttributeError"),
         (
             "torchao's contract",
             lambda _: monkeypatch.setattr(Int8Tensor, "dequantize", lambda t: t),
             "becomes a Int8Tensor",
         ),
-    ):
+    )
+    for kind, spoil, seen in spoiled:
         model, _ = quantized(kind, monkeypatch)
         spoil(model[0])
         with pytest.raises(ws.ConfigError, match=rf"^0\.weight, a .*{seen}") as raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,19 @@ from torch import nn
 import weightsync as ws
 from weightsync.specs import TensorSpec
 from weightsync.tensors import TORCH_DTYPES as DTYPE_OF
+from weightsync.weights.copying.shards import Slice
 from weightsync.weights.lines.memory import why_no_kernels
 from weightsync.weights.sinks.module_sink import ModuleSink
 from weightsync.weights.sources import quantized
 from weightsync.weights.sources.base import ModuleSource
+from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.sources.quantized import SCHEMES, QuantizationScheme, quantize
 
 with warnings.catch_warnings():
     # torch's own, where it compiles: the library does so when it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.compressors.mx_utils import compress_mx_scale
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -43,6 +47,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "fp8_channel": {"type": "float", "strategy": "channel"},
     "fp8_block": {"type": "float", "strategy": "block", "block_structure": [128, 128]},
     "int8_channel": {"type": "int", "strategy": "channel"},
+    "mxfp8": {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
 }
 
 
@@ -53,6 +58,10 @@ def arguments(scheme: str, block: tuple[int, int] | None = None) -> dict[str, An
 
 def library_scales(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """Return the scales of compressed-tensors for the smallest and largest of each row or block."""
+    if args.group_size is not None:
+        groups = weight.view(weight.shape[0], -1, args.group_size)
+        by_group: torch.Tensor = calculate_qparams(groups.amin(2), groups.amax(2), args)[0]
+        return by_group
     if args.block_structure is None:
         ends = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
         scales: torch.Tensor = calculate_qparams(*ends, args)[0]
@@ -73,7 +82,8 @@ def by_library(
     scales = library_scales(weight, args)
     dtype = args.pytorch_dtype()
     zeros = torch.zeros_like(scales)
-    return library_quantize(weight, scales, zeros, args, dtype=dtype), scales
+    made = library_quantize(weight, scales, zeros, args, dtype=dtype)
+    return made, compress_mx_scale(scales, torch.uint8) if scheme == "mxfp8" else scales
 
 
 def assert_equal_bits(
@@ -91,9 +101,9 @@ SIZES = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 32, 33, 48
 
 
 @st.composite
-def weights(draw: st.DrawFn) -> torch.Tensor:
+def weights(draw: st.DrawFn, columns: st.SearchStrategy[int] = SIZES) -> torch.Tensor:
     """Weights of every shape class, with rows of zeros, of one value, and of extreme ones."""
-    shape = draw(SIZES), draw(SIZES)
+    shape = draw(SIZES), draw(columns)
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     made = torch.randn(shape, generator=generator)
@@ -128,6 +138,71 @@ def test_blocks_are_rounded_as_the_library_does(
     """Also of shapes that are no multiple of a block."""
     scheme = QuantizationScheme(dtype="float8_e4m3fn", block=block)
     assert_equal_bits(quantize(weight, scheme), by_library(weight, "fp8_block", block))
+
+
+@given(weight=weights(columns=st.integers(1, 9).map(lambda groups: 32 * groups)))
+@settings(max_examples=350, deadline=None)
+def test_groups_of_mxfp8_are_rounded_as_the_library_does(weight: torch.Tensor) -> None:
+    assert_equal_bits(quantize(weight, SCHEMES["mxfp8"]), by_library(weight, "mxfp8"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_largest_value_of_mxfp8_has_the_exponent_of_the_library(dtype: torch.dtype) -> None:
+    """All finite bfloat16 values that float16 has too, up to where the library has infinity."""
+    bits = torch.arange(0, 1 << 15, dtype=torch.int16)
+    values = bits.view(torch.bfloat16).to(dtype)
+    values = values[values < 0.8 * torch.finfo(dtype).max]
+    weight = torch.zeros(values.numel(), 32, dtype=dtype)
+    weight[:, 0], weight[:, 1:] = values, values[:, None] * torch.linspace(-1, 1, 31).to(dtype)
+    assert_equal_bits(quantize(weight, SCHEMES["mxfp8"]), by_library(weight, "mxfp8"))
+
+
+def test_mxfp8_of_values_where_the_library_has_infinity() -> None:
+    """1.75 * 2**127 and more: the exponent is that of 2**120, and nothing is NaN."""
+    weight = torch.full((1, 32), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    values, exponents = quantize(weight, SCHEMES["mxfp8"])
+    assert exponents.tolist() == [[120 + 127]]
+    assert values.float().tolist() == [[256.0] * 32]
+
+
+def test_nan_and_infinity_in_mxfp8() -> None:
+    """The exponent is 255, which is NaN in E8M0; other groups are as without them."""
+    weight = torch.randn(3, 96)
+    weight[0, 3], weight[2, 40] = float("nan"), float("inf")
+    values, exponents = quantize(weight, SCHEMES["mxfp8"])
+    assert (exponents == 255).nonzero().tolist() == [[0, 0], [2, 1]]
+    assert values[2, 40].float().isnan()
+    assert values[2, 32:40].float().count_nonzero() == 0
+    wanted = by_library(torch.where(weight.isfinite(), weight, 0), "mxfp8")
+    assert torch.equal(values[1].view(torch.uint8), wanted[0][1].view(torch.uint8))
+    assert torch.equal(exponents[1], wanted[1][1])
+
+
+def test_a_shard_of_rows_has_its_own_exponents_in_mxfp8() -> None:
+    """Nothing is gathered. A shard that cuts rows is."""
+    weight = torch.randn(6, 64)
+    source = ws.QuantizedSource({"a.weight": weight}, "mxfp8")
+    for spans, part in ((((2, 6),), ((0, 64),)), weight[2:]), ((((0, 6),), ((0, 32),)), None):
+        box = Slice((6, 64), spans)
+        held = Holdings(["a.weight"], [box], partial(iter, [part]), stays=False)
+        made = source.hold(held)
+        if part is None:
+            assert made.gathered
+            continue
+        assert made.names == ["a.weight", "a.weight_scale"]
+        assert [box.local_shape for box in made.boxes] == [(4, 64), (4, 2)]
+        whole = quantize(weight, SCHEMES["mxfp8"])
+        for ours, theirs in zip((tensor for _, tensor in made.pairs()), whole, strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs[2:].view(torch.uint8))
+
+
+def test_rows_that_mxfp8_cannot_cut_are_refused_in_one_line() -> None:
+    weight = torch.ones(4, 40)
+    refused({"a.weight": weight}, "mxfp8", r"no multiple of that: a\.weight \[4, 40\]; name their")
+    scheme = QuantizationScheme(
+        dtype="float8_e4m3fn", block=(1, 32), scale_dtype="uint8", ignore=("a",)
+    )
+    assert ws.QuantizedSource({"a.weight": weight, "b.weight": weight[:, :32]}, scheme).quantized
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -182,12 +257,12 @@ class Linears(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(40, 200, dtype=dtype)
-        self.up = nn.Linear(200, 260, dtype=dtype)
-        self.down = nn.Linear(260, 200, bias=False, dtype=dtype)
-        self.gate = nn.Linear(200, 8, bias=False, dtype=dtype)
-        self.norm = nn.LayerNorm(200, dtype=dtype)
-        self.lm_head = nn.Linear(200, 40, bias=False, dtype=dtype)
+        self.embed_tokens = nn.Embedding(40, 192, dtype=dtype)
+        self.up = nn.Linear(192, 288, dtype=dtype)
+        self.down = nn.Linear(288, 192, bias=False, dtype=dtype)
+        self.gate = nn.Linear(192, 8, bias=False, dtype=dtype)
+        self.norm = nn.LayerNorm(192, dtype=dtype)
+        self.lm_head = nn.Linear(192, 40, bias=False, dtype=dtype)
 
     def step(self) -> None:
         with torch.no_grad():
@@ -206,7 +281,7 @@ def config_of(scheme: str) -> dict[str, Any]:
         group["input_activations"] = activations
     return {
         "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "format": "mxfp8-quantized" if scheme == "mxfp8" else f"{kind}-quantized",
         "ignore": list(IGNORED),
         "config_groups": {"group_0": group},
     }
@@ -315,7 +390,7 @@ def test_about_half_the_bytes_move() -> None:
     model = Linears()
     source = ws.QuantizedSource(model, "fp8_channel")
     whole = sum(spec.nbytes for spec in ModuleSource(model).manifest.specs)
-    quantized = 200 * 260 * 2
+    quantized = 192 * 288 * 2
     sent = sum(spec.nbytes for spec in source.manifest.specs if "lm_head" not in spec.name)
     assert sent < whole - quantized
 
@@ -366,18 +441,33 @@ def test_nan_and_infinity_in_int8() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (1, 1)])
 def test_weights_without_elements(scheme: str, shape: tuple[int, int]) -> None:
+    shape = (shape[0], 32 * shape[1]) if scheme == "mxfp8" else shape
     values, scales = quantize(torch.ones(shape, dtype=torch.bfloat16), SCHEMES[scheme])
     spec = TensorSpec("x.weight", "bfloat16", shape)
     assert tuple(values.shape) == shape
     assert tuple(scales.shape) == SCHEMES[scheme].scale_spec(spec).shape
-    assert not (scales == 0).any()
+    assert scheme == "mxfp8" or not (scales == 0).any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_update_of_a_layer_without_rows(scheme: Any) -> None:
+    """A rank without experts has such ones; and rows of zeros stay zeros."""
+    tensors = {"a.weight": torch.randn(0, 64), "b.weight": torch.randn(4, 64)}
+    tensors["b.weight"][2] = 0
+    source = ws.QuantizedSource(tensors, scheme)
+    served = Held(source)
+    receiver = ws.WeightReceiver(served)
+    with closing(receiver), ws.connect(source, to=receiver.handle) as sender:
+        assert sender.send_weights().verified == "held"
+    served.assert_is(source)
+    assert not served.state_dict()["b.weight"][2].float().count_nonzero()
 
 
 @pytest.mark.parametrize("kind", ["state dict", "callable", "module"])
 def test_which_tensors_are_quantized(kind: str) -> None:
     """Of a module by the classes of its layers, of others by name and shape."""
     model = Linears()
-    model.head_too = nn.Linear(200, 40, bias=False, dtype=torch.bfloat16)
+    model.head_too = nn.Linear(192, 40, bias=False, dtype=torch.bfloat16)
     model.head_too.weight = model.embed_tokens.weight
     given = {"state dict": model.state_dict(), "callable": model.state_dict, "module": model}[kind]
     scheme = QuantizationScheme(dtype="float8_e4m3fn", ignore=IGNORED)
@@ -425,21 +515,25 @@ def test_experts_one_by_one_are_quantized_and_their_router_is_not() -> None:
     assert_equal_bits((got[name], got[name + "_scale"]), up)
 
 
-def test_neither_a_weight_nor_its_scale_is_sent_alone() -> None:
+@pytest.mark.parametrize("given", ["quantized on the way", "already"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_neither_a_weight_nor_its_scale_is_sent_alone(scheme: Any, given: str) -> None:
     model = Linears()
-    source = ws.QuantizedSource(model, "fp8_channel")
+    source: Any = ws.QuantizedSource(model, scheme)
+    as_given = source if given != "already" else dict(source.tensors())
     served = Held(source)
     receiver = ws.WeightReceiver(served)
-    weight, scale = quantize(model.up.weight + 1, SCHEMES["fp8_channel"])
+    weight, scale = quantize(model.up.weight + 1, SCHEMES[scheme])
     pairs = [("up.weight", weight), ("up.weight_scale", scale)]
-    with closing(receiver), ws.connect(source, to=receiver.handle) as sender:
+    with closing(receiver), ws.connect(as_given, to=receiver.handle) as sender:
         sender.send_weights()
         for one, other in (pairs, reversed(pairs)):
             with (
-                pytest.raises(ws.ConfigError, match=rf"{one[0]} without {other[0]}$"),
+                pytest.raises(ws.ConfigError, match=rf"^a quantized.*{one[0]} without {other[0]}$"),
                 sender.update(partial=True) as update,
             ):
                 update.send([one])
+            assert receiver.version == 1
             served.assert_is(source)
         with sender.update(partial=True) as update:
             update.send(pairs)
@@ -471,6 +565,8 @@ def test_unknown_schemes_are_refused_by_name() -> None:
         {"dtype": "float8_e4m3fn", "block": (0, 4)},
         {"dtype": "int8", "ignore": ("re:(",)},
         {"dtype": "int8", "scale": "scale"},
+        {"dtype": "float8_e4m3fn", "scale_dtype": "uint8"},
+        {"dtype": "float8_e4m3fn", "scale_dtype": "uint8", "block": (32, 1)},
     ):
         with pytest.raises(ws.ConfigError):
             QuantizationScheme(**wrong)
@@ -485,6 +581,7 @@ def changed(**weights: Any) -> dict[str, Any]:
 UNKNOWN: dict[str, dict[str, Any]] = {
     "quant_method 'awq'": {"quant_method": "awq", "bits": 4},
     "quant_method 'fp8'": {"quant_method": "fp8", "activation_scheme": "static"},
+    "8 bits, float, by group": changed(strategy="group", group_size=64, scale_dtype="torch.uint8"),
     "4 bits, int, by group": changed(num_bits=4, type="int", strategy="group"),
     "8 bits, float, by tensor": changed(strategy="tensor"),
     "asymmetric": changed(symmetric=False),
@@ -561,7 +658,7 @@ def test_what_receivers_say_of_their_scheme_and_cannot_be_done() -> None:
 
 def test_a_quantized_receiver_of_other_weights_says_so() -> None:
     receiver = quantized_receiver(Linears(), config_of("fp8_channel"))
-    for model in (Linears(), {"up.weight": torch.ones(260, 200, dtype=torch.float8_e4m3fn)}):
+    for model in (Linears(), {"up.weight": torch.ones(288, 192, dtype=torch.float8_e4m3fn)}):
         with (
             pytest.raises(ws.ManifestMismatchError, match=r'connect\(quantize="receiver"\)'),
             ws.connect(model, to=receiver.handle) as sender,
@@ -582,8 +679,15 @@ def test_a_server_that_comes_back_with_another_scheme_is_refused() -> None:
     with ws.connect(model, to=restarted, quantize="receiver") as sender:
         sender.send_weights()
         now[0] = second
-        with pytest.raises(ws.ManifestMismatchError, match=r"up\.weight_scale: offered"):
+        held = second.sink.module.state_dict()  # type: ignore[attr-defined]  # a ModuleSink's
+        before = {name: tensor.clone() for name, tensor in held.items()}
+        with pytest.raises(ws.ManifestMismatchError, match=r"up\.weight_scale: offered") as raised:
             sender.send_weights()
+        assert "\n" not in str(raised.value)
     assert second.version == 0
+    for name, tensor in before.items():
+        assert_equal_bits((held[name], held[name]), (tensor, tensor))
+    with ws.connect(model, to=restarted, quantize="receiver") as sender:
+        assert sender.send_weights().version == 1
     for receiver in (first, second):
         receiver.close()

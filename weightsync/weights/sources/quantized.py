@@ -4,9 +4,11 @@ A weight `X.weight` of a linear layer, `[out, in]`, becomes two tensors that bel
 
     X.weight         float8_e4m3fn or int8   [out, in]
     X.weight_scale   the weight's dtype      [out, 1], or [ceil(out / 128), ceil(in / 128)]
+                     uint8 of mxfp8          [out, in / 32], the exponents of powers of 2
 
-`weight * weight_scale` is the weight again. The rounding is that of the compressed-tensors package,
-bit for bit: a server that was started from a checkpoint of that package holds the same bytes.
+`weight * weight_scale` is the weight again; of mxfp8 `weight * 2 ** (weight_scale - 127)`. The
+rounding is that of the compressed-tensors package, bit for bit: a server that was started from a
+checkpoint of that package holds the same bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +35,22 @@ from weightsync.weights.sources.base import ModuleSource, WeightSource
 from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.sources.wrapping import WrappingSource, innermost
 
-SchemeName = Literal["fp8_channel", "fp8_block", "int8_channel"]
+SchemeName = Literal["fp8_channel", "fp8_block", "int8_channel", "mxfp8"]
 QuantizedDtype = Literal["float8_e4m3fn", "int8"]
 _WEIGHT = ".weight"
 _EPS = np.uint32(0x3C00)
 """The scale of zeros in bfloat16: its epsilon, 2**-7."""
 _UNUSED = uses(torch.empty(1, dtype=torch.uint8))
 _MOST_KEPT = 4
+_MX_BLOCK = (1, 32)
+"""Values that share an exponent in the MX formats."""
+_MX_NAN = 255
+_SIGNIFICANDS: Mapping[torch.dtype, int] = {
+    torch.bfloat16: 7,
+    torch.float16: 10,
+    torch.float32: 23,
+}
+"""Bits of a significand in memory."""
 _HALF_RANGE: Mapping[str, float] = {"float8_e4m3fn": 448.0, "int8": 127.5}
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OF_QUANTIZED = re.compile(
@@ -66,6 +77,7 @@ class QuantizationScheme:
       matches from the beginning of the name.
     - `scale`: the name of a scale, beside that of the weight.
     - `scale_dtype`: the dtype of scales, in which they are computed; None: that of the weight.
+      `uint8` with a block of (1, 32) is mxfp8, whose scales are exponents.
     """
 
     dtype: QuantizedDtype
@@ -81,6 +93,11 @@ class QuantizationScheme:
         if self.block is not None and (self.dtype == "int8" or min(self.block) < 1):
             raise ConfigError(
                 f"blocks are (rows, columns) of float8_e4m3fn, not {self.block} of {self.dtype}"
+            )
+        if self.is_mx and (self.block != _MX_BLOCK or self.dtype != "float8_e4m3fn"):
+            raise ConfigError(
+                f"scales that are exponents are of {_MX_BLOCK} float8_e4m3fn, not {self.block} of "
+                f"{self.dtype}"
             )
         for pattern in self.ignore:
             try:
@@ -128,6 +145,11 @@ class QuantizationScheme:
             raise ConfigError(f"quantization_config of {method!r} cannot be read: {exc}") from exc
         raise _unknown(f"quant_method {method!r}")
 
+    @property
+    def is_mx(self) -> bool:
+        """Whether scales are exponents of 2, in a byte with a bias of 127."""
+        return self.scale_dtype == "uint8"
+
     def ignores(self, layer: str) -> bool:
         """Whether the weight of a layer stays as it is."""
         return any(
@@ -155,6 +177,7 @@ SCHEMES: Mapping[str, QuantizationScheme] = {
     "fp8_channel": QuantizationScheme(dtype="float8_e4m3fn"),
     "fp8_block": QuantizationScheme(dtype="float8_e4m3fn", block=(128, 128)),
     "int8_channel": QuantizationScheme(dtype="int8"),
+    "mxfp8": QuantizationScheme(dtype="float8_e4m3fn", block=_MX_BLOCK, scale_dtype="uint8"),
 }
 """The schemes by name. All of them leave `lm_head` as it is."""
 
@@ -169,7 +192,8 @@ def _of_compressed_tensors(config: Mapping[str, Any]) -> QuantizationScheme:
     weights = group["weights"]
     strategy, kind, bits = (weights.get(key) for key in ("strategy", "type", "num_bits"))
     dtypes: Mapping[object, QuantizedDtype] = {"float": "float8_e4m3fn", "int": "int8"}
-    known = strategy == "channel" or (strategy == "block" and kind == "float")
+    is_mx = strategy == "group" and _is_mx(weights)
+    known = strategy == "channel" or is_mx or (strategy == "block" and kind == "float")
     if bits != 8 or kind not in dtypes or not known or not weights.get("symmetric", True):
         how = "" if weights.get("symmetric", True) else " asymmetric"
         raise _unknown(f"{bits} bits, {kind}, by {strategy}{how}, of compressed-tensors")
@@ -184,17 +208,24 @@ def _of_compressed_tensors(config: Mapping[str, Any]) -> QuantizationScheme:
     ):
         raise _unknown(f"format {config.get('format')!r} of compressed-tensors")
     block = weights.get("block_structure") if strategy == "block" else None
+    block = _MX_BLOCK if is_mx else block
     return QuantizationScheme(
         dtype=dtypes[kind],
         block=None if block is None else (int(block[0]), int(block[1])),
         ignore=tuple(config.get("ignore") or ()),
+        scale_dtype="uint8" if is_mx else None,
     )
+
+
+def _is_mx(weights: Mapping[str, Any]) -> bool:
+    dtype = str(weights.get("scale_dtype")).removeprefix("torch.")
+    return (weights["type"], weights.get("group_size"), dtype) == ("float", _MX_BLOCK[1], "uint8")
 
 
 def _unknown(what: str) -> ConfigError:
     return ConfigError(
         f"quantization by {what} is not known here: there are 8 bits as float or int with a scale "
-        "for each channel, and float8 blocks; send a checkpoint that is quantized so already"
+        "for each channel, float8 blocks and mxfp8; send a checkpoint that is quantized so already"
     )
 
 
@@ -205,11 +236,14 @@ def quantize(
 
     In float8, a row or a block with NaN becomes NaN, one with infinity 0, and NaN there; its scale
     is NaN or infinity. In int8, which has no NaN, these become 0: what is computed with the scale
-    is NaN. `memory`, uint8 with as many elements, may be used for the weight.
+    is NaN. In mxfp8 the exponent is 255, which is NaN. `memory`, uint8 with as many elements, may
+    be used for the weight.
     """
-    if scheme.scale_dtype is not None:
+    if scheme.scale_dtype is not None and not scheme.is_mx:
         weight = weight.to(TORCH_DTYPES[scheme.scale_dtype])
     with torch.no_grad():
+        if scheme.is_mx:
+            return _by_exponent(weight, scheme)
         compiled = _by_kernel(weight.detach(), scheme, memory)
         if compiled is not None:
             return compiled
@@ -293,6 +327,39 @@ def _by_block(
     return rounded[:rows, :columns].contiguous(), scales
 
 
+def _by_exponent(
+    weight: torch.Tensor, scheme: QuantizationScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight of mxfp8, and its exponents."""
+    rows, columns = weight.shape
+    groups = weight.view(rows, columns // _MX_BLOCK[1], _MX_BLOCK[1])
+    if not weight.numel():
+        return weight.to(torch.float8_e4m3fn), weight.new_zeros(groups.shape[:2], dtype=torch.uint8)
+    largest = torch.maximum(groups.amax(2), groups.amin(2).neg())
+    exponents = _exponents(largest)
+    bits = torch.where(exponents == 0, 1 << 22, exponents.int() << 23)  # 2**-127 is not normal
+    scales = bits.view(torch.float32).to(weight.dtype)
+    if weight.dtype is torch.float16:  # such a small one is 0 in float16: the library takes 1
+        exponents[scales == 0] = 127
+        scales[scales == 0] = 1
+    rounded = _rounded(groups, scales[:, :, None], scheme)
+    return rounded.view(rows, columns), exponents
+
+
+def _exponents(largest: torch.Tensor) -> torch.Tensor:
+    """Return the exponents with which the largest values are in float8's range; 255 for NaN.
+
+    A largest value from 1.75 * 2**e on counts as 2**(e + 1), which may be clamped; the largest of
+    float8 is 1.75 * 2**8.
+    """
+    bits = _SIGNIFICANDS[largest.dtype]
+    integer = torch.int32 if largest.dtype is torch.float32 else torch.int16
+    power = (largest.view(integer).int() + (1 << (bits - 2))) >> bits
+    bias = 15 if largest.dtype is torch.float16 else 127
+    found = torch.where(power == 0, 0, power - bias + 127 - 8).clamp(0, _MX_NAN - 1)
+    return torch.where(largest.isfinite(), found, _MX_NAN).to(torch.uint8)
+
+
 def _scales(largest: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
     """Return the scales for the largest values of what shares one; never 0."""
     scales = largest / _half_range(scheme.dtype)
@@ -315,7 +382,7 @@ class QuantizedSource(WrappingSource):
     """The tensors of `source`, the weights of linear layers quantized, each followed by its scale.
 
     `source` is what `connect` takes; `dtype` casts before. `scheme` is a QuantizationScheme, or
-    `fp8_channel`, `fp8_block` (128 x 128) or `int8_channel`.
+    `fp8_channel`, `fp8_block` (128 x 128), `int8_channel` or `mxfp8`.
 
     Of a module, the weights of `nn.Linear` are quantized, unless another layer shares them, as
     embeddings do. Of other sources, and of tensors that another source makes of a module's: all of
@@ -325,8 +392,8 @@ class QuantizedSource(WrappingSource):
     Ranks quantize their shards of rows where each row has its own scale, and send them without a
     gather. Else they gather, and the report says why.
 
-    Raises ConfigError for an unknown scheme, for a source that is quantized already, and where
-    there is nothing to quantize.
+    Raises ConfigError for an unknown scheme, for a source that is quantized already, where there is
+    nothing to quantize, and for a weight whose rows mxfp8 cannot cut in groups of 32.
     """
 
     def __init__(
@@ -352,6 +419,8 @@ class QuantizedSource(WrappingSource):
                 f"the source has no linear weight to quantize: {shorten(before.index)}; "
                 f"left out are {', '.join(self.scheme.ignore) or 'none'}"
             )
+        if self.scheme.is_mx:
+            _refuse_cut_groups(spec for spec in before.specs if spec.name in self.quantized)
         sizes = [math.prod(spec.shape) for spec in before.specs if spec.name in self.quantized]
         self._scratch = _Scratch(max(sizes))
         aliases = dict(before.aliases)
@@ -400,7 +469,8 @@ class QuantizedSource(WrappingSource):
             parts.append((name, box))
             if name in self.quantized:
                 shape = self.scheme.scale_spec(self.source.manifest.specs[index[name]]).shape
-                rows = box.spans[0] if self.scheme.block is None else ((0, shape[0]),)
+                whole = self.scheme.block is not None and self.scheme.block[0] > 1
+                rows = ((0, shape[0]),) if whole else box.spans[0]
                 scale = Slice(shape, (rows, ((0, shape[1]),)))
                 parts.append((self.scheme.scale_name(name), scale))
 
@@ -425,7 +495,7 @@ class QuantizedSource(WrappingSource):
         )
 
     def _why_gathered(self, box: Slice) -> str:
-        if self.scheme.block is not None and not box.is_whole:
+        if self.scheme.block is not None and self.scheme.block[0] > 1 and not box.is_whole:
             return "a shard may cut the blocks that share a scale"
         if box.spans[1] != ((0, box.shape[1]),):
             return "the shards cut the rows that share a scale"
@@ -456,6 +526,15 @@ def _refuse_quantized(manifest: Manifest) -> None:
         raise ConfigError(
             f"the source is quantized already: {shorten(found)}; send it as it is, without "
             "QuantizedSource and quantize="
+        )
+
+
+def _refuse_cut_groups(specs: Iterable[TensorSpec]) -> None:
+    cut = [f"{spec.name} {list(spec.shape)}" for spec in specs if spec.shape[1] % _MX_BLOCK[1]]
+    if cut:
+        raise ConfigError(
+            f"mxfp8 has a scale for each 32 values of a row, and these rows are no multiple of "
+            f"that: {shorten(cut)}; name their layers in ignore"
         )
 
 
