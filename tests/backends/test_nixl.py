@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -33,6 +34,7 @@ from weightsync.errors import BackendUnavailableError, ProtocolError, TransferEr
 pytest.importorskip("nixl", reason="the package nixl, which `make venv` installs")
 
 ADDRESS, SECRET, NBYTES, PATIENCE_S = "127.0.0.1", bytes(16), 64 << 10, 10.0
+NOTHING = memoryview(b"")
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,46 @@ def test_a_chunk_in_several_places(pair: Pair) -> None:
     assert not arrived[:64].any()
     assert not arrived[164:192].any()
     assert arrived[199] == 7
+
+
+def test_chunks_without_bytes_are_not_waited_for(pair: Pair) -> None:
+    """Their heads go together; the answers to them do not count as that to a chunk with bytes."""
+    pair.window.begin(1, 5, [[0]], left_out={0: {0, 1, 3, 4}})
+    for j in range(5):
+        pair.window.offer(j, pair.sent[j % 2].numpy().data, [j])
+    frame = pair.head()
+    assert pair.connection.read_fingerprints(frame, nothing) == [0]
+    empty = bytearray(carrier_module._HEAD.size)
+    pair.connection.read_data(memoryview(empty), nothing)
+    frame = pair.connection.next_frame(nothing)  # though the one before has no answer
+    assert (frame.chunk, frame.nbytes) == (1, 0)
+    assert pair.connection.read_fingerprints(frame, nothing) == [1]
+    pair.connection.read_data(memoryview(empty), nothing)
+    frame = pair.connection.next_frame(nothing)
+    assert (frame.chunk, frame.nbytes) == (2, NBYTES)
+    assert pair.connection.read_fingerprints(frame, nothing) == [2]
+    for _ in range(2):
+        pair.connection.send_ack()
+    time.sleep(0.3)
+    (cursor,) = pair.window._cursors
+    assert cursor.at == 2, "a chunk counts as read that was not"
+    pair.read(frame)
+    assert torch.equal(pair.into[0], pair.sent[0])
+    for j in (3, 4):
+        frame = pair.connection.next_frame(nothing)
+        assert (frame.chunk, frame.nbytes) == (j, 0)
+        pair.connection.read_fingerprints(frame, nothing)
+        pair.reading.receive(pair.connection, frame, NOTHING, nothing)
+    # Nor do those of this update count in the next one.
+    pair.window.begin(2, 1, [[0]])
+    pair.window.offer(0, pair.sent[1].numpy().data, [])
+    pair.connection.send_request(Request(2, 0, is_next=False))
+    frame = pair.connection.next_frame(nothing)
+    (cursor,) = pair.window._cursors
+    time.sleep(0.3)
+    assert cursor.at == 0, "a chunk counts as read that was not"
+    pair.read(frame)
+    assert torch.equal(pair.into[0], pair.sent[1])
 
 
 def test_pieces_that_overlap_are_refused(pair: Pair) -> None:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -40,7 +40,10 @@ _HEAD = struct.Struct("<qQ")
 _PIECE = struct.Struct("<QQQ")
 _MOST_PIECES = 1 << 20
 _MOST_METADATA = 1 << 24
-_SPIN_S, _SLEEP_S = 0.05, 0.0002
+_SPIN_S, _SLEEP_S = 0.001, 0.001
+"""How long a wait looks again and again, and how long it sleeps at most between two looks then."""
+_SLEEP_SHARE = 1 / 16
+"""The part of a wait's time so far by which it may end late."""
 _ALONE_S = 0.02
 """How long a chunk is read by the other host alone, before this one calls NIXL for it."""
 _WAITING_S = 0.25
@@ -148,6 +151,8 @@ class NixlCarrier:
         self._closed = False
         # Over TCP another host's read advances only in calls of this one.
         self._helped: WeakSet[Connection] = WeakSet()
+        # Chunks without bytes, whose answers are taken with that to the next one that has some.
+        self._unanswered: WeakKeyDictionary[Connection, int] = WeakKeyDictionary()
 
     def register(self, buckets: Sequence[torch.Tensor]) -> None:
         """Register the ring, and one bucket more for chunks that are read from elsewhere."""
@@ -226,8 +231,16 @@ class NixlCarrier:
         head = _HEAD.pack(-1 if pieces.device is None else pieces.device, len(places))
         packed = b"".join([head, *(_PIECE.pack(*place) for place in places)])
         connection.send_frame(frame, fingerprints, memoryview(packed))
+        unanswered = self._unanswered.get(connection, 0) + 1
+        if not places:  # no memory to keep as it is: a round trip less
+            self._unanswered[connection] = unanswered
+            return
+        self._unanswered[connection] = 0
         begun = time.monotonic()
-        while not connection.take_ack():
+        while unanswered:
+            if connection.take_ack():
+                unanswered -= 1
+                continue
             if self._closed:
                 raise TransferError("this host does not serve any more")
             if connection not in self._helped:
@@ -367,10 +380,9 @@ def _lacks_cuda(transports: str) -> bool:
 
 def _pause(begun: float) -> None:
     """Let other threads and processes run: for longer, the longer something takes."""
-    if time.monotonic() - begun < _SPIN_S:
-        os.sched_yield()
-    else:
-        time.sleep(_SLEEP_S)
+    waited = time.monotonic() - begun
+    # Not sched_yield, which keeps the GIL: other connections of this process have a thread each.
+    time.sleep(0 if waited < _SPIN_S else min(waited * _SLEEP_SHARE, _SLEEP_S))
 
 
 def _address_of(data: memoryview) -> int:
