@@ -2,7 +2,8 @@
 
 Run with `python -m benchmarks.clusters [--model NAME ...]`. Each row is planned in full, tensor by
 tensor; seconds are those of the cost model of docs/scaling.md for one link of each host. Beside
-them stands what one uplink needs for the whole model, to the chain of all receiving hosts.
+them stands what one uplink needs for the whole model, to the chain of all receiving hosts. "At
+least" is a bound for any choice of which replicas send: some boxes are held by a few hosts alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ HEAD = (
     "chains",
     "GB from a trainer host",
     "of the mean",
+    "at least",
     "GB to a receiving host",
     *(f"s at {rate}" for rate in RATES),
     f"one uplink, s at {RATES[-1]}",
@@ -74,6 +76,7 @@ def rows(model: str) -> Iterator[tuple[str, ...]]:
             str(len(links.chains)),
             f"{max(links.sent.values()) / 1e9:.2f}",
             f"{links.imbalance:.2f}",
+            f"{links.least_imbalance:.2f}",
             f"{max(links.received.values()) / 1e9:.1f}",
             *(f"{links.seconds(rate):.2f}" for rate in RATES),
             f"{today.seconds(RATES[-1]):.1f}",

@@ -87,6 +87,7 @@ def test_a_host_is_sent_what_its_workers_want_once(
             assert all(torch.equal(grid, other[name]) for name, grid in first.items())
         seen.append({name: grid.tolist() for name, grid in first.items()})
     assert all(one not in seen[:i] for i, one in enumerate(seen))
+    assert links.least_sent <= max(links.sent.values())
     # What leaves the trainer does so once a chain.
     assert sum(links.sent.values()) == sum(links.received[hosts[0]] for hosts in links.chains)
 
@@ -132,6 +133,28 @@ def test_replicas_are_used_evenly_by_host() -> None:
         receiver_hosts={i: f"r{i}" for i in range(4)},
     )
     assert alone.sent == dict.fromkeys(("t0", "t1", "t2", "t3"), embedding.nbytes // 4)
+
+
+def test_what_few_hosts_hold_bounds_the_balance() -> None:
+    """Two of four hosts hold a large tensor, and all of them a small one."""
+    specs = [TensorSpec(name, "bfloat16", (rows, 8)) for name, rows in (("few", 64), ("all", 8))]
+
+    def placed(spec: TensorSpec, members: range) -> Placed:
+        whole = LocalBox(Slice.whole_of(spec.shape))
+        return Placed(spec, Boxes(spec.shape, [(member, whole) for member in members]))
+
+    held = [placed(specs[0], range(2)), placed(specs[1], range(4))]
+    links = plan_links(
+        held,
+        [placed(spec, range(2)) for spec in specs],
+        rank_hosts={rank: f"t{rank}" for rank in range(4)},
+        receiver_hosts={0: "r0", 1: "r1"},
+    )
+    # Both hosts are one chain, which each byte leaves for once: half from each that holds it.
+    assert links.chains == (("r0", "r1"),)
+    assert links.least_sent == specs[0].nbytes / 2
+    assert links.sent["t0"] + links.sent["t1"] >= specs[0].nbytes
+    assert links.least_imbalance <= links.imbalance
 
 
 @pytest.mark.parametrize(

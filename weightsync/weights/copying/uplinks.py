@@ -18,6 +18,7 @@ from weightsync.weights.copying.reshard import (
     Boxes,
     LocalBox,
     Placed,
+    ReshardPlan,
     has_common,
     plan_reshard,
 )
@@ -37,13 +38,15 @@ class HostLinks:
 
     `chains[c]` are the receiving hosts of a chain, and `nbytes[host, c]` what a trainer host sends
     to it; what a host reads from ranks of its own is not in there. `tensors` are those of the
-    model, and `trainers` the hosts of the trainer.
+    model, and `trainers` the hosts of the trainer. At least `least_sent` bytes leave the busiest of
+    them, whichever owners are chosen: some boxes only a few hosts hold.
     """
 
     trainers: tuple[str, ...]
     chains: tuple[tuple[str, ...], ...]
     nbytes: Mapping[tuple[str, int], int]
     tensors: int
+    least_sent: float = 0.0
 
     @property
     def sent(self) -> dict[str, int]:
@@ -64,9 +67,17 @@ class HostLinks:
     @property
     def imbalance(self) -> float:
         """The largest number of bytes that leave a trainer host over the mean; 1 for none."""
+        return self._of_mean(max(self.sent.values(), default=0))
+
+    @property
+    def least_imbalance(self) -> float:
+        """What `imbalance` is at least, whichever owners are chosen."""
+        return self._of_mean(self.least_sent)
+
+    def _of_mean(self, nbytes: float) -> float:
         sent = list(self.sent.values())
         mean = statistics.fmean(sent) if sent else 0.0
-        return max(sent) / mean if mean else 1.0
+        return nbytes / mean if mean else 1.0
 
     def seconds(self, gbit: float) -> float:
         """Return the time of an update by the model of docs/scaling.md.
@@ -94,12 +105,43 @@ def plan_links(
     trainers = tuple(dict.fromkeys(rank_hosts[rank] for rank in sorted(rank_hosts)))
     chains, wants = _chained(wanted, receiver_hosts, frozenset(trainers))
     names = {c: hosts[0] for c, hosts in enumerate(chains)}
-    plan = plan_reshard(held, wants, rank_hosts=rank_hosts, receiver_hosts=names)
+    holdings = list(held)
+    plan = plan_reshard(holdings, wants, rank_hosts=rank_hosts, receiver_hosts=names)
     nbytes: Counter[tuple[str, int]] = Counter()
     for (rank, chain), count in plan.totals.nbytes.items():
         if rank_hosts[rank] != names[chain]:
             nbytes[rank_hosts[rank], chain] += count
-    return HostLinks(trainers, chains, dict(nbytes), len(plan.specs))
+    least = _least_sent(plan, holdings, rank_hosts, names)
+    return HostLinks(trainers, chains, dict(nbytes), len(plan.specs), least)
+
+
+def _least_sent(
+    plan: ReshardPlan,
+    held: Sequence[Placed],
+    rank_hosts: Mapping[int, str],
+    chains: Mapping[int, str],
+) -> float:
+    """Return a bound of what leaves the busiest host: what only some hold, evenly on these."""
+    boxes = {one.spec.name: one.boxes for one in held}
+    names = dict(zip(plan.entries, (spec.name for spec in plan.specs), strict=True))
+    by_holders: Counter[frozenset[str]] = Counter()
+    for entry, count in Counter(plan.entries).items():
+        route, members = plan.routes[entry], boxes[names[entry]].members
+        holders = [
+            frozenset(rank_hosts[rank] for i in group for rank in members[i])
+            for group in route.pattern.groups
+        ]
+        for pairs, readers in zip(route.pattern.pairs, route.wanted.members, strict=True):
+            for group, nbytes in pairs:
+                far = sum(chains[chain] not in holders[group] for chain in readers)
+                by_holders[holders[group]] += count * nbytes * far
+    return max(
+        (
+            sum(nbytes for inner, nbytes in by_holders.items() if inner <= hosts) / len(hosts)
+            for hosts in by_holders
+        ),
+        default=0.0,
+    )
 
 
 def _chained(
