@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 import pytest
+from torch import nn
 
 import weightsync as ws
+from weightsync import sender, set_sender
 from weightsync.integrations.trl import ServedRollouts, WeightSyncCallback
 from weightsync.sender import ConnectSettings, check_settings
 
@@ -88,6 +90,48 @@ def test_options_of_verl_are_settings_of_connect(monkeypatch: pytest.MonkeyPatch
         options_of({"aply": "staged"})
     with pytest.raises(ws.ConfigError, match=r"engine_kwargs\.weightsync: "):
         options_of({"apply": "stagd"})
+
+
+def test_the_callback_gives_connect_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(sender, "connect", lambda *_, **settings: given.update(settings))
+    settings: Any = {name: object() for name in SETTINGS}
+    WeightSyncCallback("http://127.0.0.1:9", **settings)._connect(nn.Linear(1, 1))
+    assert given == settings
+
+
+def test_a_set_gives_connect_each_setting_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"on_failure", "process_group", "at"}
+
+    def connected(source: object, to: object, **settings: Any) -> None:
+        given.append(settings)
+        raise ws.ConnectError("enough")
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(set_sender, "connect", connected)
+    for name in refused:
+        with pytest.raises(ws.ConfigError, match=f"a set has no {name}=: "):
+            ws.connect_set([{}, {}], "http://127.0.0.1:9", **{name: None})
+    settings = {name: PARAMETERS[name].default for name in SETTINGS if name not in refused}
+    with pytest.raises(ws.ConnectError):
+        ws.connect_set({"": {}, "draft": {}}, "http://127.0.0.1:9", **settings)
+    assert settings.items() <= given[0].items()
+
+
+@pytest.mark.parametrize("module", ["openrlhf/trainer.py", "skyrl/trainer.py", "rollouts.py"])
+def test_what_a_wrapper_does_not_take_are_settings_with_reasons(module: str) -> None:
+    """`make test-openrlhf`, `make test-skyrl` and `make test-verl` raise them."""
+    tree = ast.parse((ROOT / "weightsync" / "integrations" / module).read_text(encoding="utf-8"))
+    (named,) = (
+        ast.literal_eval(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.target.id == "_NOT_TAKEN"
+        and node.value is not None
+    )
+    assert named.keys() < set(SETTINGS)
+    assert all(named.values())
 
 
 @pytest.mark.parametrize(
