@@ -103,6 +103,10 @@ def _environment(home: str) -> dict[str, str]:
         "RAY_TMPDIR": home,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",
+        # Ray's own is 15: on a busy machine its actors would not start before a test times out.
+        "RAY_worker_niceness": "0",
+        # Nor does Ray end actors because other programs of the machine fill its memory.
+        "RAY_memory_monitor_refresh_ms": "0",
     }
 
 
