@@ -17,7 +17,7 @@ from tests.ray.sandbox import start
 from tests.verl.workers import Replica, Rollout, Trainer, digests
 
 WAIT_S = 120.0
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)
