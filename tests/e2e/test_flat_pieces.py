@@ -18,7 +18,7 @@ def crews() -> Iterator[dict[int, Crew]]:
         yield {2: two}
 
 
-@pytest.mark.parametrize("kind", ["flat", "flat_kept", "flat_originals"])
+@pytest.mark.parametrize("kind", ["flat", "flat_kept", "flat_originals", "accelerated"])
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_after_a_forward_pass_alone(ranks: Crew, host: Host, kind: str) -> None:
     """What the optimizer writes next is the shard, that is sent, and it trains on."""

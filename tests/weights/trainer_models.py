@@ -141,6 +141,25 @@ def flat_kept() -> FullyShardedDataParallel:
     return flat(strategy=ShardingStrategy.SHARD_GRAD_OP)
 
 
+def accelerated() -> nn.Module:
+    """FSDP1 as Accelerate's `prepare` makes it. Its one choice of ours: on CPUs it takes DDP."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator: Any = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Layer"],
+    )
+    made: nn.Module = accelerator.prepare(plain())
+    assert isinstance(made, FullyShardedDataParallel)
+    return made
+
+
 def replicated() -> DistributedDataParallel:
     return DistributedDataParallel(plain())
 
@@ -148,7 +167,9 @@ def replicated() -> DistributedDataParallel:
 MODELS = {made.__name__: made for made in (one_dimension, hybrid, offloaded, tensor_parallel)}
 
 
-FLAT_MODELS = {made.__name__: made for made in (flat, flat_originals, flat_hybrid, flat_kept)}
+FLAT_MODELS = {
+    made.__name__: made for made in (flat, flat_originals, flat_hybrid, flat_kept, accelerated)
+}
 
 
 def is_unsharded(model: nn.Module) -> bool:
