@@ -238,6 +238,12 @@ def test_models_of_other_settings_are_refused(settings: dict[str, Any], said: st
     assert re.search(said, refusal(trainer(checkpoint(), "modules", **settings)))
 
 
+def test_a_chunk_that_is_given_twice_is_refused() -> None:
+    model = trainer(checkpoint(), "modules", virtual_pipeline_model_parallel_size=2)
+    said = "2 virtual stages on each rank, and 1 of their chunks are given, some twice; give the"
+    assert said in refusal([model, model])
+
+
 def test_other_models_are_refused() -> None:
     assert "not a Linear" in refusal(nn.Linear(2, 2))
     model = trainer(checkpoint(), "modules")

@@ -462,10 +462,12 @@ def _check(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
             f"the model has no gated_linear_unit, and {checkpoint.model_type} has; {ELSEWHERE}"
         )
     stages = config.virtual_pipeline_model_parallel_size or 1
-    if len(chunks) != stages:
+    given = len(set(map(id, chunks)))
+    if given != stages or given != len(chunks):
+        twice = ", some twice" if given != len(chunks) else ""
         raise ConfigError(
-            f"the model has {stages} virtual stages on each rank, and {len(chunks)} of their "
-            "chunks are given; give the list of all"
+            f"the model has {stages} virtual stages on each rank, and {given} of their chunks are "
+            f"given{twice}; give the list of all"
         )
     if other := [name for name in _OTHER_WEIGHTS if getattr(config, name, None)]:
         raise ConfigError(
