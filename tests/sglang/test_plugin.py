@@ -6,7 +6,8 @@ The scheduler and the HTTP server are stand-ins: the real ones need a GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from tests.integrations.vllm_workers import Served
 from tests.sglang.without_gpu import start, trained
 from weightsync.errors import ConfigError, ManifestMismatchError
 from weightsync.integrations.sglang import plugin
+from weightsync.integrations.sglang.memory import ROUND
 
 
 class Server(Served):
@@ -28,6 +30,7 @@ class Server(Served):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         self.version = "default"
+        self.manager = manager
 
         def answer(call: str, body: dict[str, Any]) -> dict[str, Any]:
             if call == "model_info":
@@ -75,10 +78,12 @@ class Scheduler:
         self._engine_paused = True
 
     def continue_generation(self, request: Any) -> None:
+        assert not request.torch_empty_cache
         self.log.append("continue")
         self._engine_paused = False
 
-    def flush_cache(self, **_: object) -> bool:
+    def flush_cache(self, *, empty_cache: bool = True) -> bool:
+        assert not empty_cache, "the allocator's cache is what the next update uses"
         self.log.append("flush")
         return True
 
@@ -203,6 +208,168 @@ def test_an_unknown_family_is_refused(
     monkeypatch.setattr(plugin, "FAMILIES", frozenset({"OtherForCausalLM"}))
     with pytest.raises(ConfigError, match=r"family Qwen3ForCausalLM.*OtherForCausalLM"):
         ws.connect(trained(0), to=f"sglang+{server[0].url}")
+
+
+def set_parallel(patch: pytest.MonkeyPatch, **settings: object) -> None:
+    """Change what SGLang's runtime context says of the ranks."""
+    from sglang.srt import runtime_context
+
+    known = runtime_context.get_parallel()
+    names = {"pp_size": known.pp_size, "num_dp_ranks": known.num_dp_ranks} | settings
+    patch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(**names))
+
+
+def set_facts(patch: pytest.MonkeyPatch, getter: str, **settings: object) -> None:
+    from sglang.srt import runtime_context
+
+    patch.setattr(runtime_context, getter, lambda: SimpleNamespace(**settings))
+
+
+REFUSED: dict[str, Callable[[pytest.MonkeyPatch, Any], object]] = {
+    "pipeline parallelism": lambda patch, _: set_parallel(patch, pp_size=2),
+    "data parallel replicas": lambda patch, _: set_parallel(patch, num_dp_ranks=2),
+    "a draft model": lambda patch, made: patch.setattr(made.manager, "draft_worker", object()),
+    "separate servers for prefill and decode": lambda patch, _: set_facts(
+        patch, "get_disagg", disaggregation_mode="prefill"
+    ),
+    "a weight cache shared with other engines": lambda patch, _: set_facts(
+        patch, "get_model", weight_cache_mode="shared"
+    ),
+    "quantized weights": lambda patch, made: patch.setattr(
+        made.model, "quant_config", object(), raising=False
+    ),
+    "weights that are packed for AMX": lambda patch, made: patch.setattr(
+        made.model.model.norm, "use_intel_amx_backend", True, raising=False
+    ),
+    "weights that are derived": lambda patch, made: patch.setattr(
+        f"{plugin._UPDATER}._unsupported_derived_weight_cache_error",
+        lambda model: "weights that are derived" if model is made.model else None,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_server_that_must_not_be_updated_says_why(
+    what: str,
+    server: tuple[Server, Any],
+    model: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = [parameter.clone() for parameter in model.parameters()]
+    REFUSED[what](monkeypatch, SimpleNamespace(manager=server[0].manager, model=model))
+    with pytest.raises(ConfigError, match=f"this SGLang server has {what}.*read files") as caught:
+        ws.connect(trained(1), to=f"sglang+{server[0].url}")
+    assert "\n" not in str(caught.value)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_load_that_fails_is_said(
+    server: tuple[Server, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a full update the server stays paused, also where a user continues it."""
+    served, scheduler = server
+    updater = type(served.manager.tp_worker.model_runner.weight_updater)  # its instances are frozen
+    ended: list[object] = []
+    with monkeypatch.context() as patch, ws.connect(trained(1), to=f"sglang+{served.url}") as to:
+        patch.setattr(updater, "load_weights_from_distributed", lambda *_: (False, "no memory"))
+        patch.setattr(updater, "end_weight_update", lambda *_, **how: ended.append(how))
+        with pytest.raises(ws.WeightSyncError, match="SGLang did not load the weights: no memory"):
+            to.send_weights()
+    assert ended == []
+    assert scheduler.log == ["retract", "flush"]
+    assert plugin.continue_if_whole(lambda *_: "continued", scheduler, "request") is None
+    with ws.connect(trained(2), to=f"sglang+{served.url}", takeover=True) as to:
+        to.send_weights()
+    assert plugin.continue_if_whole(lambda *_: "continued", scheduler, "request") == "continued"
+
+
+def test_a_load_is_begun_and_ended_by_sglang_s_own_updater(
+    server: tuple[Server, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what it does after a load from another checkpoint."""
+    updater = type(server[0].manager.tp_worker.model_runner.weight_updater)
+    called: list[tuple[str, dict[str, object]]] = []
+
+    def noted(name: str) -> Callable[..., object]:
+        theirs = getattr(updater, name)
+
+        def call(*given: object, **how: object) -> object:
+            called.append((name, how))
+            return theirs(*given, **how)
+
+        return call
+
+    names = ("begin_weight_update", "load_weights_from_distributed", "end_weight_update")
+    for name in names:
+        monkeypatch.setattr(updater, name, noted(name))
+    with ws.connect(trained(1), to=f"sglang+{server[0].url}") as sender:
+        sender.send_weights()
+    assert called == list(zip(names, ({}, {}, {"run_post_load": False}), strict=True))
+
+
+def test_a_loader_that_leaves_former_weights_is_said(
+    server: tuple[Server, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = type(server[0].manager.tp_worker.model_runner.weight_updater)
+    theirs = updater.load_weights_from_distributed
+
+    def without_the_norm(self: Any, pairs: list[tuple[str, torch.Tensor]]) -> object:
+        return theirs(self, [pair for pair in pairs if pair[0] != "model.norm.weight"])
+
+    monkeypatch.setattr(updater, "load_weights_from_distributed", without_the_norm)
+    with (
+        ws.connect(trained(1), to=f"sglang+{server[0].url}") as sender,
+        pytest.raises(ws.WeightSyncError, match=r"did not write all of model\.norm\.weight"),
+    ):
+        sender.send_weights()
+
+
+@pytest.mark.parametrize(("stage", "device"), [("host", "cpu"), ("device", "meta")])
+def test_where_weights_wait(
+    stage: str, device: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`device` stages beside the model, wherever that is."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    seen: list[Any] = []
+    engine = SimpleNamespace(device=torch.device("meta"))
+    monkeypatch.setenv(plugin.VARIABLE, stage)
+    monkeypatch.setattr(plugin, "SglangEngine", lambda _: engine)
+    monkeypatch.setattr(plugin, "_receiver", None)
+
+    def receiver(*given: object) -> object:
+        seen.append(given)
+        return SimpleNamespace(answer=lambda text: f"answer to {text}")
+
+    monkeypatch.setattr(plugin, "SchedulerReceiver", receiver)
+    asked = CheckWeightsReqInput(action=f"{ROUND}a round")
+    found = plugin.answer_check(lambda *_: None, None, asked)
+    assert (found.success, found.message) == (True, "answer to a round")
+    assert [(of, torch.device(where)) for of, where in seen] == [(engine, torch.device(device))]
+
+
+def test_without_the_variable_nothing_is_registered(
+    hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "register", lambda *_: pytest.fail("registered"))
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    plugin.register()
+
+
+def test_a_version_that_was_not_tried_is_a_warning(
+    hooks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered: list[tuple[object, ...]] = []
+    monkeypatch.setattr(hooks, "register", lambda *given: registered.append(given))
+    monkeypatch.setenv(plugin.VARIABLE, "device")
+    for seen, warnings in (("0.5.23", []), ("0.5.99", ["weightsync's plug-in was tried with SGLang "
+                                                       "0.5.23, not with 0.5.99"])):  # fmt: skip
+        caplog.clear()
+        monkeypatch.setattr(plugin, "version", lambda _, seen=seen: seen)
+        with caplog.at_level(logging.WARNING, "weightsync"):
+            plugin.register()
+        assert caplog.messages == warnings
+    assert len(registered) == 6
 
 
 def test_a_version_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
