@@ -7,19 +7,11 @@ from __future__ import annotations
 
 import os
 
+from tests.vllm.variables import ON_A_CPU
+
 OPT_IN = "WEIGHTSYNC_TEST_VLLM"
 
 collect_ignore_glob = [] if os.environ.get(OPT_IN) else ["test_*.py"]
 
 if os.environ.get(OPT_IN):
-    # Before vLLM is imported: it reads most of these once.
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        TORCH_COMPILE_DISABLE="1",
-        VLLM_HOST_IP="127.0.0.1",
-        GLOO_SOCKET_IFNAME="lo",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_LOGGING_LEVEL="WARNING",
-    )
+    os.environ.update(ON_A_CPU)

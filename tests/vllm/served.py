@@ -69,10 +69,10 @@ class Served:
         choice = answer.json()["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
-    def assert_computes(self, model: torch.nn.Module) -> None:
+    def assert_computes(self, model: torch.nn.Module, prompt: Sequence[int] = PROMPT) -> None:
         """Assert that the server generates as transformers does with these weights."""
-        tokens, logprobs = self.complete()
-        wanted, wanted_logprobs = expected(model)
+        tokens, logprobs = self.complete(prompt=prompt)
+        wanted, wanted_logprobs = expected(model, prompt)
         assert tokens == wanted
         assert largest_difference(logprobs, wanted_logprobs) < LARGEST_DIFFERENCE
 
@@ -94,13 +94,14 @@ def vllm_server(
     options: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
     module: str = "vllm.entrypoints.openai.api_server",
+    python: str = sys.executable,
 ) -> Iterator[Served]:
     """Start a server on the model in `folder`, and end it with everything it started.
 
     `apply` is the value of its variable for the kind of update; None leaves it unset. Without
     `backend` it has no engine for weights. `port` is for one that was started before. `options` are
     further ones of the command line, and `variables` of its environment. `module` is another
-    program that takes the same command line.
+    program that takes the same command line, and `python` the interpreter of another environment.
     """
     port = port or _free_port()
     arguments = {
@@ -125,7 +126,7 @@ def vllm_server(
         environment["WEIGHTSYNC_VLLM_APPLY"] = apply
     if workers > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(n) for n in range(workers))
-    command = [sys.executable, "-m", module, "--enforce-eager"]
+    command = [python, "-m", module, "--enforce-eager"]
     arguments |= options or {}
     command += [word for pair in arguments.items() for word in pair if word]
     with log.open("wb") as output:

@@ -144,7 +144,7 @@ def held(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights of a Qwen3 by vLLM's names: it fuses q, k, v, and gate and up."""
     state = dict(model.named_parameters())
     fused = {name: p for name, p in state.items() if "_proj" not in name}
-    for layer in range(2):
+    for layer in range(model.config.num_hidden_layers):
         path = f"model.layers.{layer}"
         for fusion, parts in (
             ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
