@@ -497,22 +497,28 @@ def test_tied_linear_layers_have_one_scale_by_two_names() -> None:
     assert_equal_bits((held["b.weight"], held["b.weight_scale"]), made)
 
 
-def test_experts_one_by_one_are_quantized_and_their_router_is_not() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_one_by_one_are_quantized_and_their_router_is_not(scheme: Any) -> None:
+    """Each expert as the library quantizes it, though the trainer holds all of them in one."""
     model, layer = nn.Module(), nn.Module()
     model.mlp = layer
-    layer.gate = nn.Parameter(torch.randn(2, 8))
+    layer.gate = nn.Parameter(torch.randn(2, 32))
     layer.experts = nn.ParameterDict(
-        {"gate_up_proj": torch.randn(2, 12, 8), "down_proj": torch.randn(2, 8, 6)}
+        {"gate_up_proj": torch.randn(2, 128, 32), "down_proj": torch.randn(2, 32, 64)}
     )
-    source = ws.QuantizedSource(ws.PerExpertSource(model), "fp8_channel")
+    source = ws.QuantizedSource(ws.PerExpertSource(model), scheme)
     assert len(source.quantized) == 6
     got, load = received()
     receiver = ws.WeightReceiver(load)
     with closing(receiver), ws.connect(source, to=receiver.handle) as sender:
         sender.send_weights()
-    up = quantize(layer.experts["gate_up_proj"][1, 6:], SCHEMES["fp8_channel"])
-    name = "mlp.experts.1.up_proj.weight"
-    assert_equal_bits((got[name], got[name + "_scale"]), up)
+    for expert in range(2):
+        halves = layer.experts["gate_up_proj"][expert].detach()
+        down = layer.experts["down_proj"][expert].detach()
+        for name, weight in (("gate", halves[:64]), ("up", halves[64:]), ("down", down)):
+            found = f"mlp.experts.{expert}.{name}_proj.weight"
+            wanted = by_library(weight.contiguous(), scheme)
+            assert_equal_bits((got[found], got[found + "_scale"]), wanted)
 
 
 @pytest.mark.parametrize("given", ["quantized on the way", "already"])
