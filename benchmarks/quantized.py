@@ -1,12 +1,17 @@
 """Updates that quantize on their way, on one host and over a link, beside bf16 and a plain copy.
 
     python -m benchmarks.quantized [--mib 128] [--rate 1gbit] [--rounds 5]
+    python -m benchmarks.quantized --stages
 
 The model is linear layers in bf16. One trainer sends it to five receivers in turn: as it is, and by
 each scheme that has a name; each receiver is a process with a module of the sent dtypes, reached
-over HTTP. On one host, seconds stand beside a copy of the bf16 bytes in the
-trainer's process, in the same round. Over the link, both are network namespaces, whose rate `tc`
-limits; that needs root. All updates are whole (`delta="off"`) and verified, medians of the rounds.
+over HTTP. On one host, seconds stand beside a copy of the bf16 bytes in the trainer's process, in
+the same round. Over the link, both are network namespaces, whose rate `tc` limits; that needs root.
+All updates are whole (`delta="off"`) and verified, medians of the rounds.
+
+`--stages` times what is done to one weight of 8 MiB, in one process: the rounding, and the copies
+and fingerprints after it. Each is repeated for 24 weights in turn, which no cache holds; of all
+times the fastest twentieth counts, so that other programs disturb it little.
 """
 
 from __future__ import annotations
@@ -29,12 +34,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from torch import nn
+from xxhash import xxh3_64_intdigest
 
 import weightsync as ws
 from benchmarks.receiving import serve_until_killed
 from tests.hosts.namespaces import host_network, limit_problem, netns_problem
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.sources.quantized import SCHEMES, SchemeName
+from weightsync.weights.sources.quantized import SCHEMES, SchemeName, quantize
 
 KINDS = ("bf16", *SCHEMES)
 PORT = 8600
@@ -161,6 +167,32 @@ def table(told: Told, beside: str) -> str:
     return "\n".join(lines)
 
 
+def stages() -> None:
+    """Print how long the stages of a quantized update take, in ns for each value, and in copies."""
+    torch.set_num_threads(1)
+    rows, count = ROWS, 24
+    weights = [torch.randn(rows, COLUMNS).mul_(0.02).bfloat16() for _ in range(count)]
+    copies = [torch.zeros_like(weight) for weight in weights]
+    values = rows * COLUMNS
+    arenas = [torch.zeros(values, dtype=torch.uint8) for _ in range(count)]
+    bucket, made = torch.zeros(values, dtype=torch.uint8), torch.zeros(values, dtype=torch.uint8)
+    calls: dict[str, Callable[[int], object]] = {
+        "copy of bf16": lambda i: copies[i].copy_(weights[i])
+    }
+    for kind, scheme in SCHEMES.items():
+        calls[kind] = lambda i, scheme=scheme: quantize(weights[i], scheme, made)  # type: ignore[misc]  # mypy infers no default of a lambda
+    calls["into the bucket"] = lambda _: bucket.copy_(made)
+    calls["fingerprint of the bucket"] = lambda _: xxh3_64_intdigest(bucket.numpy())
+    calls["from the bucket"] = lambda i: arenas[i].copy_(bucket)
+    calls["fingerprint of what was written"] = lambda i: xxh3_64_intdigest(arenas[i].numpy())
+    plain = 0.0
+    for name, call in calls.items():
+        seconds = sorted(_timed(partial(call, i)) for _ in range(10) for i in range(count))
+        took = seconds[len(seconds) // 20]
+        plain = plain or took
+        print(f"| {name} | {took / values * 1e9:.3f} | {took / plain:.2f} |", flush=True)
+
+
 def main() -> None:
     """Measure on this host, and over a link where hosts can be made."""
     parser = argparse.ArgumentParser(
@@ -169,7 +201,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=128)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stages", action="store_true")
     args = parser.parse_args()
+    if args.stages:
+        stages()
+        return
     here = partial(subprocess.Popen, text=True)
     print(table(measure(here, here, "127.0.0.1", args.mib, args.rounds), "copy"), flush=True)
     if problem := netns_problem() or limit_problem():

@@ -68,12 +68,18 @@ def test_fp8_without_its_scales_is_refused(fp8: tuple[Path, Path], llm: Any) -> 
     with pytest.raises(ManifestMismatchError, match=r"qkv_proj\.weight_scale"):
         ws.connect(bare, to=vllm_targets(llm))
     part = [(n, t) for n, t in bare.items() if "layers.0.self_attn." in n]
-    with (
-        ws.connect(tensors, to=vllm_targets(llm)) as sender,
-        pytest.raises(ManifestMismatchError, match=r"loaded into .*qkv_proj\.weight_scale"),
-        sender.update(partial=True) as update,
+    unaware: Any = ws.StateDictSource(tensors)
+    unaware.belong_together = {}  # a source that does not say which tensors belong together
+    for source, error, seen in (
+        (tensors, ConfigError, r"k_proj\.weight without .*k_proj\.weight_scale"),
+        (unaware, ManifestMismatchError, r"loaded into .*qkv_proj\.weight_scale"),
     ):
-        update.send(part)
+        with (
+            ws.connect(source, to=vllm_targets(llm)) as sender,
+            pytest.raises(error, match=seen),
+            sender.update(partial=True) as update,
+        ):
+            update.send(part)
     assert generated(llm) == before
 
 

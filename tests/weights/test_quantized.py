@@ -146,6 +146,7 @@ def test_groups_of_mxfp8_are_rounded_as_the_library_does(weight: torch.Tensor) -
     assert_equal_bits(quantize(weight, SCHEMES["mxfp8"]), by_library(weight, "mxfp8"))
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_largest_value_of_mxfp8_has_the_exponent_of_the_library(dtype: torch.dtype) -> None:
     """All finite bfloat16 values that float16 has too, up to where the library has infinity."""

@@ -39,8 +39,7 @@ _INT8_SHIFT = F4(12582912.0)
 """1.5 * 2**23: added to a number, it leaves the nearest integer, ties to even, at the end."""
 
 _LANES = 32
-_STEP = np.uint64(2 * _LANES)
-"""Values that are converted at once: two vectors share what is loaded of the table."""
+_32, _64 = np.uint64(32), np.uint64(64)
 _SUBNORMAL_BELOW = U4(6 << 7)
 """A quotient of 2**-6 or more is normal in float8: such a value is this far below the scale."""
 _LEAST_SCALE = U4(8 << 7)
@@ -48,6 +47,10 @@ _LEAST_SCALE = U4(8 << 7)
 _BIAS = U4(48)
 """The exponent's bias of float8, 7 << 3, without the 8 that each code of the table has more."""
 _CODE_OF_448 = 0x7E
+_MX_CARRY = U4(32)
+"""From 1.75 on, a significand counts as 2."""
+_MX_BELOW = U4(8)
+"""The exponent of float8's largest number."""
 _I1, _I8, _I16, _I32 = (ir.IntType(bits) for bits in (1, 8, 16, 32))
 _BYTES = ir.VectorType(_I8, 64)
 _WORDS = ir.VectorType(_I16, _LANES)
@@ -124,12 +127,11 @@ def _words(value: int) -> ir.Constant:
     return ir.Constant(_WORDS, [value] * _LANES)
 
 
-@emitted(types.boolean, types.uint64, types.uint64, types.uint64, types.uint32, types.uint32)
-def _look_up(context: Any, builder: Any, values: Sequence[Any]) -> Any:
-    """Convert _STEP values by a table: their address, that of the bytes, of the table, least, bias.
+def _look_up(context: Any, builder: Any, values: Sequence[Any], vectors: int) -> Any:
+    """Convert vectors by a table: their address, that of the bytes, of the table, least, bias.
 
-    Returns whether all of them are as large as `least`; else the bytes are not to be used. False
-    of a processor without the instruction.
+    Returns whether all values are as large as `least`; else the bytes are not to be used. False of
+    a processor without the instruction.
     """
     if "+avx512vbmi" not in context.codegen().magic_tuple()[2].split(","):
         return ir.Constant(_I1, 0)
@@ -145,7 +147,7 @@ def _look_up(context: Any, builder: Any, values: Sequence[Any]) -> Any:
     name = "llvm.x86.avx512.vpermi2var.qi.512"
     permute = cgutils.get_or_insert_function(builder.module, kind, name)
     whole = None
-    for vector in range(int(_STEP) // _LANES):
+    for vector in range(vectors):
         words = builder.load(at(run, 2 * _LANES * vector, _WORDS), align=1)
         size = builder.and_(words, _words(0x7FFF))
         # Only the low byte of each word is used: its lowest 7 bits are the significand.
@@ -163,6 +165,21 @@ def _look_up(context: Any, builder: Any, values: Sequence[Any]) -> Any:
     return builder.icmp_unsigned("==", whole, ir.Constant(_I32, -1))
 
 
+_ARGUMENTS = (types.uint64, types.uint64, types.uint64, types.uint32, types.uint32)
+
+
+@emitted(types.boolean, *_ARGUMENTS)
+def _look_up_64(context: Any, builder: Any, values: Sequence[Any]) -> Any:
+    """Convert two vectors, for which the table is loaded once."""
+    return _look_up(context, builder, values, 2)
+
+
+@emitted(types.boolean, *_ARGUMENTS)
+def _look_up_32(context: Any, builder: Any, values: Sequence[Any]) -> Any:
+    """Convert one vector."""
+    return _look_up(context, builder, values, 1)
+
+
 @compiled
 def _to_float8_by_table(
     values: Any, out: Any, begin: Any, end: Any, scale: Any, codes: Any
@@ -174,11 +191,16 @@ def _to_float8_by_table(
     table = U8(codes.ctypes.data) + U8(U4(scale & U4(0x7F)) << U4(7))
     source, target = U8(values.ctypes.data), U8(out.ctypes.data)
     i = begin
-    while i + _STEP <= end:
-        if not _look_up(source + i + i, target + i, table, least, bias):
-            _to_float8(values, out, i, i + _STEP, exact)
-        i += _STEP
-    _to_float8(values, out, i, end, exact)
+    while i + _64 <= end:
+        if not _look_up_64(source + i + i, target + i, table, least, bias):
+            _to_float8(values, out, i, i + _64, exact)
+        i += _64
+    while i + _32 <= end:
+        if not _look_up_32(source + i + i, target + i, table, least, bias):
+            _to_float8(values, out, i, i + _32, exact)
+        i += _32
+    if i < end:
+        _to_float8(values, out, i, end, exact)
 
 
 @compiled
@@ -194,10 +216,16 @@ def _to_int8(values: Any, out: Any, begin: Any, end: Any, scale: Any) -> None:
 def _scale(largest: Any, half: Any, eps: Any) -> Any:
     """Return the bits of a bfloat16 scale for the bits of the largest magnitude.
 
-    0 for NaN and infinity, and where the scale is not normal; `eps` for zeros.
+    0 for NaN and infinity, and where the scale is not normal; `eps` for zeros. Of mxfp8, whose
+    `half` is 0, a power of 2.
     """
     if largest >= _INFINITY:
         return U4(0)
+    if half == F4(0):
+        power = U4(U4(largest + _MX_CARRY) >> U4(7))
+        if power > _MX_BELOW:
+            return U4(U4(power - _MX_BELOW) << U4(7))
+        return U4(0) if largest != U4(0) else U4(eps)
     made = _as_bits(F4(_as_float(U4(largest << U4(16))) / half))
     odd = U4(U4(made >> U4(16)) & U4(1))
     scale = U4(U4(U4(made + U4(0x7FFF)) + odd) >> U4(16))
@@ -221,9 +249,9 @@ def quantize(
 
     `sizes` are the columns, and the rows and columns of a block; uint64, so that no index is
     negative. The bits of bfloat16 scales are written to `scales`, uint16[down, across]. `half` is
-    the half of the range, `eps` the bits of the scale of zeros. `codes` are CODES, or empty: then
-    all quotients are divided. Returns False, with nothing of use written, where a block has NaN or
-    infinity, or so small a scale that it is not normal.
+    the half of the range, 0 for mxfp8, `eps` the bits of the scale of zeros. `codes` are CODES, or
+    empty: then all quotients are divided. Returns False, with nothing of use written, where a block
+    has NaN or infinity, or so small a scale that it is not normal.
     """
     columns, high, wide = sizes
     rows = U8(values.size) // columns

@@ -40,6 +40,8 @@ QuantizedDtype = Literal["float8_e4m3fn", "int8"]
 _WEIGHT = ".weight"
 _EPS = np.uint32(0x3C00)
 """The scale of zeros in bfloat16: its epsilon, 2**-7."""
+_MX_LEAST = np.uint32(0x0040)
+"""2**-127 in bfloat16, which mxfp8 has for zeros: the exponent 0."""
 _UNUSED = uses(torch.empty(1, dtype=torch.uint8))
 _MOST_KEPT = 4
 _MX_BLOCK = (1, 32)
@@ -242,11 +244,11 @@ def quantize(
     if scheme.scale_dtype is not None and not scheme.is_mx:
         weight = weight.to(TORCH_DTYPES[scheme.scale_dtype])
     with torch.no_grad():
-        if scheme.is_mx:
-            return _by_exponent(weight, scheme)
         compiled = _by_kernel(weight.detach(), scheme, memory)
         if compiled is not None:
             return compiled
+        if scheme.is_mx:
+            return _by_exponent(weight, scheme)
         if scheme.block is None:
             return _by_row(weight, scheme)
         return _by_block(weight, scheme, scheme.block)
@@ -270,12 +272,16 @@ def _by_kernel(
         made.numpy(),
         scales.view(torch.uint16).numpy(),
         (np.uint64(columns), np.uint64(high), np.uint64(wide)),
-        np.float32(_half_range(scheme.dtype)),
-        _EPS,
+        np.float32(0 if scheme.is_mx else _half_range(scheme.dtype)),
+        _MX_LEAST if scheme.is_mx else _EPS,
         scheme.dtype == "int8",
         quantize_kernels.CODES,
     )
-    return (made.view(TORCH_DTYPES[scheme.dtype]).view(weight.shape), scales) if whole else None
+    if not whole:
+        return None
+    if scheme.is_mx:
+        scales = (scales.view(torch.int16) >> _SIGNIFICANDS[torch.bfloat16]).to(torch.uint8)
+    return made.view(TORCH_DTYPES[scheme.dtype]).view(weight.shape), scales
 
 
 class _Scratch:
