@@ -167,11 +167,13 @@ $(MEGATRON_STAMP): pyproject.toml Makefile
 	$(MEGATRON_BIN)/python -m pip install --quiet $(TORCH)
 	$(MEGATRON_BIN)/python -m pip install --quiet --no-deps --ignore-requires-python $(MEGATRON)
 	$(MEGATRON_BIN)/python -m pip install --quiet $(TORCH) -e '.[server,hf,delta]' \
-		packaging einops triton pytest pytest-timeout hypothesis psutil
+		packaging einops triton requests pytest pytest-timeout hypothesis psutil
 	@touch $@
 
-test-megatron: $(MEGATRON_STAMP)
-	WEIGHTSYNC_TEST_MEGATRON=1 $(ONE_THREAD) $(MEGATRON_BIN)/python -m pytest tests/megatron \
+# A vLLM in its own environment is one of the receivers.
+test-megatron: $(MEGATRON_STAMP) $(VLLM_STAMP)
+	WEIGHTSYNC_TEST_MEGATRON=1 WEIGHTSYNC_TEST_VLLM_PYTHON=$(VLLM_BIN)/python $(ONE_THREAD) \
+		$(MEGATRON_BIN)/python -m pytest tests/megatron \
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
 
 $(SKYRL_STAMP): pyproject.toml tests/vllm/requirements.py tests/skyrl/requirements.txt Makefile

@@ -8,7 +8,6 @@ halves of the gate), not by the tables of weightsync.
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 import torch
@@ -16,8 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # torch's
 from torch import nn
 
+from tests.megatron.on_cpu import pretend
+
 VOCAB, PADDED = 101, 128
-HIDDEN, LAYERS, HEADS, GROUPS, WIDTH, FFN = 32, 4, 4, 2, 8, 48
+HIDDEN, LAYERS, HEADS, GROUPS, FFN = 32, 4, 4, 2, 48
+WIDTH = 32
+"""vLLM's attention on a CPU wants heads of 32."""
 EXPERTS, EXPERT_FFN = 4, 16
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8}
 NOPE, ROPE = 8, 4
@@ -128,9 +131,7 @@ def start(tp: int = 1, pp: int = 1, ep: int = 1, vp: int | None = None) -> None:
     if GROUPS_OF[-1:] == [(tp, pp, ep, vp)]:
         return
     GROUPS_OF[:] = [(tp, pp, ep, vp)]
-    warnings.simplefilter("ignore")
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # a device all the same
-    torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign, assignment, misc]
+    pretend()
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

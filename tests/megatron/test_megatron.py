@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +148,29 @@ def test_the_trainer_computes_what_the_checkpoint_does(trainers: Crew, case: Cas
         wanted = models.checkpoint_model(case.family, 1)(TOKENS).logits
     for made in trainers.run(ranks.logits, case, TOKENS):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=5e-5)
+
+
+def test_the_example_sends_each_step(tmp_path: Path) -> None:
+    """As it stands, under torchrun: each rank's part arrives, and nothing is gathered."""
+    config = models.checkpoint_config("qwen3", tied=True)
+    config.save_pretrained(tmp_path)
+    model = models.checkpoint_model("qwen3", 99, tied=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["--local-addr", "127.0.0.1", "-m", "tests.megatron.on_cpu"]
+    with server() as serve:
+        receiver = ws.WeightReceiver(model)
+        command += ["examples/megatron_trainer.py", str(tmp_path), serve(receiver)]
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        reports = [line for line in done.stdout.splitlines() if line.startswith("version ")]
+        assert len(reports) == receiver.version == 3, done.stdout
+        assert all("verified: held" in line and "gathered" not in line for line in reports)
+        norm = model.get_parameter("model.norm.weight")  # Megatron makes ones
+        torch.testing.assert_close(norm, torch.full_like(norm, 1.01**3))
 
 
 def test_a_rank_that_is_killed_leaves_all_as_it_was() -> None:
