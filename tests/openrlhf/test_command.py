@@ -9,12 +9,12 @@ import pytest
 from tests.ray import sandbox
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_with_openrlhfs_own_command() -> None:
     path = Path(__file__).with_name("command.py")
-    options = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-o", "timeout=600")
-    said = sandbox.run("-m", "pytest", *options, path, timeout_s=2300)
-    assert "8 passed" in said, said[-5000:]
+    options = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-o", "timeout=1200")
+    said = sandbox.run("-m", "pytest", *options, path, timeout_s=3500)
+    assert "7 passed" in said, said[-5000:]
 
 
 @pytest.mark.parametrize(
