@@ -134,6 +134,21 @@ class Manifest:
         return cls(specs, dict(aliases or {}))
 
     @cached_property
+    def scales(self) -> Mapping[str, str]:
+        """The names of scales by those of quantized weights, as checkpoints have them."""
+        quantized = (
+            spec.name
+            for spec in self.specs
+            if spec.dtype in ("float8_e4m3fn", "int8") and spec.name.endswith(".weight")
+        )
+        return {
+            weight: scale
+            for weight in quantized
+            for scale in (f"{weight}_scale", f"{weight}_scale_inv")
+            if scale in self.index
+        }
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors; tied tensors count once."""
         return sum(spec.nbytes for spec in self.specs)

@@ -398,7 +398,7 @@ class SourceExtras:
         Of a source that does not say it: of each quantized weight the scale beside it.
         """
         pairs: Mapping[str, str] | None = getattr(self._source, "belong_together", None)
-        return _scales_of(self._source.manifest) if pairs is None else pairs
+        return self._source.manifest.scales if pairs is None else pairs
 
     @property
     def device_types(self) -> AbstractSet[str]:
@@ -410,21 +410,6 @@ class SourceExtras:
     def receiver_path(self) -> str:
         """The path of the source's receivers below the URLs that it is sent to; often empty."""
         return str(getattr(self._source, "receiver_path", ""))
-
-
-def _scales_of(manifest: Manifest) -> dict[str, str]:
-    """Return the names of scales by those of quantized weights, as checkpoints have them."""
-    quantized = (
-        spec.name
-        for spec in manifest.specs
-        if spec.name.endswith(".weight") and spec.dtype in ("float8_e4m3fn", "int8")
-    )
-    return {
-        weight: scale
-        for weight in quantized
-        for scale in (f"{weight}_scale", f"{weight}_scale_inv")
-        if scale in manifest.index
-    }
 
 
 @runtime_checkable
