@@ -9,8 +9,9 @@ them what the steps found, with tables as docs/performance.md takes them. Steps 
 devices are not there are named, with what they want. Status 1 means that a step failed.
 
 Beside torch, `msgspec` and `xxhash` serve for the benchmarks, `pytest`, `pytest-timeout`,
-`hypothesis` and `psutil` for the tests, and `typer` for doctor. `--device cpu` tries the steps that
-a host without a GPU can run, at toy size; its figures have no meaning.
+`hypothesis` and `psutil` for the tests, `transformers`, `fastapi`, `uvicorn` and `requests` for the
+server, `typer` for doctor, and `rich` and `matplotlib` for the demo. `--device cpu` tries the steps
+that a host without a GPU can run, at toy size; its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +41,8 @@ STATE = "state.json"
 SUMMARY = "summary.md"
 BENCHMARKS = ("msgspec", "xxhash")
 TESTS = ("pytest", "pytest_timeout", "hypothesis", "psutil")
+SERVING = ("transformers", "fastapi", "uvicorn", "requests")
+_DEMO = ("--model", "tiny", "--out", tempfile.gettempdir())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,22 @@ STEPS = (
         title="18,867 tensors between two processes on one GPU",
         words=("-m", "benchmarks.gpu", "--models", "qwen3-30b-a3b", "--updates", "5"),
         limit_s=70,
+    ),
+    Step(
+        name="serve",
+        title="weightsync serve on the GPU, a Llama of 1 GB: update, sleep, wake and update",
+        words=("-m", "benchmarks.sleep", "--mbytes", "1000", "--device", "cuda"),
+        toy=("-m", "benchmarks.sleep", "--mbytes", "4", "--rounds", "1"),
+        limit_s=80,
+        packages=(*BENCHMARKS, *SERVING),
+    ),
+    Step(
+        name="demo",
+        title="training by reinforcement, trainer and server on one GPU",
+        words=("-m", "examples.demo", *_DEMO, "--steps", "5", "--device", "cuda"),
+        toy=("-m", "examples.demo", *_DEMO, "--steps", "1"),
+        limit_s=60,
+        packages=(*BENCHMARKS, *SERVING, "typer", "rich", "matplotlib"),
     ),
     Step(
         name="hosts",

@@ -66,6 +66,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, max=1000, help="steps of training")] = 10,
     out: Annotated[Path, typer.Option(help="where the report and the plot are written")] = Path(),
     port: Annotated[int, typer.Option(min=0, max=65535, help="of the server; 0: a free one")] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="of both; cuda: the same GPU, if there is one")
+    ] = "cpu",
     json_: Annotated[
         bool, typer.Option("--json", help="print one JSON object, and the rest on stderr")
     ] = False,
@@ -75,7 +78,7 @@ def demo(
     with ending(as_json=json_):
         _check_out(out)
         try:
-            report = run_demo(console, model, steps, port)
+            report = run_demo(console, model, steps, port, device)
         except WeightSyncError as exc:
             # On several lines: the message may end with the last lines of a child's log.
             console.print(f"the demo failed: {exc}", style="red", markup=False, soft_wrap=True)
@@ -106,7 +109,7 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {out} cannot be written: {exc.strerror}") from exc
 
 
-def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
+def run_demo(console: Console, model: str, steps: int, port: int, device: str) -> DemoReport:
     """Run a server process and a trainer process, and print the events of the trainer."""
     started = time.monotonic()
     # Server and trainer work in turns, so each may use every core.
@@ -122,11 +125,11 @@ def run_demo(console: Console, model: str, steps: int, port: int) -> DemoReport:
     }
     with ExitStack() as stack:
         stack.callback(remove_leftovers)
-        line = ("weightsync", "serve", "--model", model, "--port", str(port))
-        server = Child("server", *line, environment=environment)
+        line = ("serve", "--model", model, "--port", str(port), "--device", device)
+        server = Child("server", "weightsync", *line, environment=environment)
         url = stack.enter_context(server).find(_URL, START_TIMEOUT_S)
         console.print(f"server: {model} at {url}", markup=False)
-        options = (model, url, str(steps))
+        options = (model, url, str(steps), device)
         trainer = Child("trainer", "examples.demo.trainer", *options, environment=environment)
         ready, made, proof = _follow(console, stack.enter_context(trainer), steps)
     return DemoReport(
