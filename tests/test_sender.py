@@ -538,6 +538,22 @@ class TestSources:
             model.weight.data = whole
             assert sender.send_weights().verified == "held"
 
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_another_form_of_the_same_memory_is_seen_after_many_updates(self, packed: bool) -> None:
+        server, model = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle, packed=packed) as sender:
+            for _ in range(3):
+                sender.send_weights()
+            square = model.weight.data
+            model.weight.data = square.view(2, 8)
+            with pytest.raises(ws.ManifestMismatchError, match="new shape"):
+                sender.send_weights()
+            model.weight.data = square.t()
+            for _ in range(2):
+                assert sender.send_weights().verified == "held"
+                assert torch.equal(server.weight, square.t())
+
     @pytest.mark.parametrize("packed", [False, True])
     def test_an_update_looks_at_the_source_once(
         self, packed: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.weights.streams import (
     every_dtype,
@@ -18,7 +22,14 @@ from tests.weights.streams import (
 )
 from weightsync.specs import Manifest
 from weightsync.tensors import as_bytes
-from weightsync.weights.copying.copy_plan import HostCopyUnit, Memory, UnitCompiler, joined
+from weightsync.weights.copying.copy_plan import (
+    Copy,
+    HostCopies,
+    HostCopyUnit,
+    Memory,
+    UnitCompiler,
+    joined,
+)
 from weightsync.weights.copying.fingerprint import mix64, xxh3
 from weightsync.weights.copying.layout import StreamLayout
 
@@ -134,3 +145,59 @@ def test_torch_copies_what_memmove_copies(manifest: Manifest, unit_nbytes: int) 
         )
     for have, want in zip(target.tensors, source.tensors, strict=True):
         assert torch.equal(have, want)
+
+
+class TestHostCopies:
+    """Small copies are one call of torch from the second run on: the bytes are those of memmove."""
+
+    SIZES = (1, 64, 4096, 4096, 40_000, 4096, 32 << 10, 7, 4096)
+    GAP_BEFORE = (3, 5)  # these do not follow the one before
+
+    def made(self) -> tuple[list[torch.Tensor], torch.Tensor, HostCopies, list[int]]:
+        sources = [torch.empty(n, dtype=torch.uint8) for n in self.SIZES]
+        places, at = [], 0
+        for i, n in enumerate(self.SIZES):
+            at += 64 * (i in self.GAP_BEFORE)
+            places.append(at)
+            at += n
+        target = torch.zeros(at, dtype=torch.uint8)
+        copies = [
+            Copy(target.data_ptr() + place, source.data_ptr(), source.numel())
+            for place, source in zip(places, sources, strict=True)
+        ]
+        return sources, target, HostCopies(copies), places
+
+    def expected(self, sources: list[torch.Tensor], places: list[int], nbytes: int) -> torch.Tensor:
+        found = torch.zeros(nbytes, dtype=torch.uint8)
+        for place, source in zip(places, sources, strict=True):
+            found[place : place + source.numel()] = source
+        return found
+
+    @pytest.mark.parametrize("where", ["plain", "inference", "autocast", "watched"])
+    def test_every_run_copies_what_is_there_now(self, where: str) -> None:
+        sources, target, copies, places = self.made()
+        calls: list[object] = []
+
+        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
+            """Sees every call, and returns what is no result of it."""
+
+            def __torch_dispatch__(self, func: object, *_: object, **__: object) -> object:
+                calls.append(func)
+                return None
+
+        for turn in range(5):
+            for source in sources:
+                source.random_(0, 256)
+            target.zero_()
+            modes: dict[str, Any] = {
+                "plain": nullcontext,
+                "inference": torch.inference_mode,
+                "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+                "watched": Mode if turn > 1 else nullcontext,
+            }
+            with modes[where]():
+                assert copies.run() == []
+            assert torch.equal(target, self.expected(sources, places, target.numel()))
+        assert calls == []
+        assert copies._joined is not None
+        assert len(copies._joined[0]) > 1

@@ -47,6 +47,7 @@ from weightsync.weights.sources.cast import CastSource
 from weightsync.weights.sources.declared import Declared
 from weightsync.weights.sources.exchange import decode_holdings, encode_holdings, placed_from
 from weightsync.weights.sources.finite import CheckFinite, not_finite
+from weightsync.weights.sources.look import Look
 from weightsync.weights.sources.packer import check_number, check_whole
 from weightsync.weights.sources.wrapping import converted, forget_changes, innermost
 from weightsync.weights.tensor_kinds import check_sendable
@@ -511,7 +512,10 @@ class SourceOfUpdate:
         """
         stable = self.stable_tensors()
         if stable is not None and not self._is_whole:
-            check_whole(self.manifest.specs, stable)
+            look = self._watch.look_of(stable)
+            check_whole(self.manifest.specs, stable, look)
+            if look is not None and not look.known:
+                self._watch.note_forms(stable)
             self._is_whole = True
         return stable
 
@@ -618,9 +622,23 @@ class SourceOfUpdate:
         if pairs is not None:
             self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
         elif reads or self.is_made:
-            stable = None if self.is_made else self.whole_tensors()
+            stable = None if self.is_made else self.stable_tensors()
             if (watched := self._watched(stable)) is not None:
                 self._watch.begin(*watched, SourceMemory(given).dtensors())
+            if stable is not None:
+                self._check_watched()
+
+    def _check_watched(self) -> None:
+        """Look at the stable tensors, with what the watch has seen of them."""
+        try:
+            self.whole_tensors()
+        except Exception:
+            self._watch.end()
+            raise
+
+    def look_of(self, tensors: Sequence[torch.Tensor]) -> Look | None:
+        """Return what this update has seen of these stable tensors; see `SourceWatch.look_of`."""
+        return self._watch.look_of(tensors)
 
     def _watched(self, stable: Sequence[torch.Tensor] | None) -> NamedMemory | None:
         """Return names and tensors whose memory is read: the stable ones, or what they are made of.

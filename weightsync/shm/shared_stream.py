@@ -119,13 +119,18 @@ class SharedStream:
                 if tensor.shape == view.shape and self._movable(i, tensor, companions):
                     self._copy_or_move(i, tensor, companions)
 
-    def refresh(self, tensors: Sequence[torch.Tensor]) -> int:
+    def refresh(
+        self, tensors: Sequence[torch.Tensor], addresses: Sequence[int] | None = None
+    ) -> int:
         """Update every place; return the bytes that were copied.
 
         A tensor that was moved out of the segment (new storage, shape or stride) is copied and
-        moved here again.
+        moved here again. `addresses` are those of the tensors, where it is known that they have
+        their shapes here and are contiguous.
         """
-        if len(self._adopted) == len(self._views) and self._all_in_place(tensors):
+        if len(self._adopted) == len(self._views) and (
+            addresses == self._addresses or self._all_in_place(tensors)
+        ):
             return 0
         copied = 0
         known = self._users()

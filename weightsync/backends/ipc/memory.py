@@ -81,6 +81,18 @@ def held_tensors(
     return source.stable_tensors() if bases is None else bases.tensors
 
 
+def refresh_memory(
+    memory: SharedStream | DeviceStream, source: WeightSource, stable: list[torch.Tensor]
+) -> None:
+    """Update every place of registered memory from the stable tensors."""
+    held = held_tensors(memory, source) or stable
+    if isinstance(memory, DeviceStream):
+        memory.refresh(held)
+        return
+    look = SourceMemory(source).look_of(held)
+    memory.refresh(held, look.addresses if look is not None and look.contiguous else None)
+
+
 def has_offsets(memory: SharedStream | DeviceStream, layout: StreamLayout) -> bool:
     """Whether registered memory has the offsets of the stream, zeros between tensors included."""
     return isinstance(memory, SharedStream) and memory.offsets == layout.offsets

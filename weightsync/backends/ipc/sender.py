@@ -20,6 +20,7 @@ from weightsync.backends.ipc.memory import (
     held_tensors,
     in_place_hashers,
     memory_names,
+    refresh_memory,
     register,
     stage_on_gpu,
     storage_info,
@@ -460,7 +461,7 @@ class IpcTrainerEngine(RingEngine):
             for i, (_, tensor) in enumerate(self._source.tensors()):
                 memory.write(i, tensor)
         else:
-            memory.refresh(held_tensors(memory, self._source) or stable)
+            refresh_memory(memory, self._source, stable)
         if isinstance(memory, DeviceStream):
             memory.wait()  # readers start when they get the message with this payload
         self._update = self._publish_table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 import weakref
 from collections.abc import Generator, Sequence
@@ -253,7 +252,6 @@ def _written(tensors: Sequence[NamedTensor], before: Sequence[int] | None) -> Se
     return [pair for pair, old, new in zip(tensors, before, after, strict=True) if old != new]
 
 
-_DEVICE = operator.attrgetter("device")
 _LIVENESS_INTERVAL_S = 0.05
 _KEPT_COPY_PLANS = 4
 """Number of compiled lists of copy plans that are kept, for the ring and registered memory."""
@@ -812,7 +810,7 @@ class IncomingTransfer:
 
     def _same_side(self, memory: Memory) -> bool:
         """Whether loaded memory was fingerprinted. False where a GPU reads memory of the host."""
-        on_gpu = any(device.type != "cpu" for device in set(map(_DEVICE, memory.tensors)))
+        on_gpu = any(device.type != "cpu" for device in memory.devices)
         return not (on_gpu and self._source_device.type == "cpu")
 
     @property

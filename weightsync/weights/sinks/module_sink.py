@@ -449,7 +449,7 @@ class ModuleSink(WeightSink):
             replaced = True
         elif is_freezing():
             check_frozen(self.module)
-        if replaced or [t.data_ptr() for t in self._held] != self._addresses:
+        if replaced or _addresses_of(self._held) != self._addresses:
             known = zip(before, self._addresses, strict=True)
             alone = {id(t): address for t, address in known if self.is_alone(t)}
             self._described = self._describe()
@@ -459,14 +459,19 @@ class ModuleSink(WeightSink):
             self.settled()
 
     @_locked
-    def settled(self) -> None:
+    def settled(self, addresses: list[int] | None = None) -> None:
         """Record the tensors' addresses, so that `refresh` sees when other code moves them.
 
         Called whenever this sink itself has moved tensors: `address_changes` counts that, for
-        load targets that were made for the addresses of before.
+        load targets that were made for the addresses of before. `addresses` are where it moved
+        them, if that is known; else each is asked.
         """
-        self._addresses = [tensor.data_ptr() for tensor in self._held]
+        self._addresses = _addresses_of(self._held) if addresses is None else addresses
         self.address_changes += 1
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the tensors, as recorded last."""
+        return self._addresses
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of `tensor` had no other user when this sink first inspected it.
@@ -772,6 +777,10 @@ class _ModuleTarget(LoadTarget):
         raise _moved()
 
 
+def _addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
 def _moved() -> TransferError:
     return TransferError(
         "the receiving module's tensors were moved or replaced during the update; send it again"
@@ -823,6 +832,8 @@ class _PointerTarget(_StagedTarget):
         sink.settled()
         self._arenas = [in_use, _Arena(destinations, sink)]
         self._spare = 1
+        # The addresses of the module's tensors when they point at each arena.
+        self._places: list[list[int] | None] = [sink.addresses(), None]
         self._behind: Marks | None = None
         self.peak_extra_nbytes = destinations.nbytes
         self.takes_deltas = takes_lines(in_use.memory)
@@ -858,6 +869,7 @@ class _PointerTarget(_StagedTarget):
             self._arenas[self._spare].take_new_storage()
 
     def assign(self, destinations: Destinations) -> None:
+        self._places = [None, None]
         self._arenas[self._spare].assign(destinations, self._sink)
 
     @property
@@ -881,7 +893,8 @@ class _PointerTarget(_StagedTarget):
     def commit(self) -> None:
         with self._sink.lock:  # another thread may inspect the module
             self._arenas[self._spare].point()
-            self._sink.settled()
+            self._sink.settled(self._places[self._spare])
+            self._places[self._spare] = self._sink.addresses()
         self._spare = 1 - self._spare
         self._behind = self.written
         self.note_commit()

@@ -50,6 +50,7 @@ from weightsync.weights.sources.declared import (
     union_of,
 )
 from weightsync.weights.sources.holdings import Holdings, Places, holdings_of
+from weightsync.weights.sources.look import KnownForms, Look, address_of, version_of
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,
@@ -76,7 +77,6 @@ def groups_of(manifest: Manifest) -> list[range]:
 
 logger = logging.getLogger(__name__)
 
-_version_of = operator.attrgetter("_version")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _dtype_of = operator.attrgetter("dtype")
 
@@ -97,7 +97,8 @@ class SourceWatch:
         optimizer_steps.install()
         self._names: Sequence[str] = ()
         self._tensors: Sequence[torch.Tensor] = ()
-        self._seen: list[list[Any]] = []
+        self._forms = KnownForms()
+        self._seen = Look([], [], [])
         self._known: tuple[Sequence[str], list[Any]] = (), []
         self._whole: list[tuple[str, torch.Tensor, int]] = []
         self._window: StepWindow | None = None
@@ -121,9 +122,17 @@ class SourceWatch:
         self.end()
         self._window = StepWindow()
         self._names, self._tensors = with_shards(names, tensors)
-        self._seen = _states(self._tensors)
-        self._whole = [(name, tensor, _version(tensor)) for name, tensor in whole]
-        self._report_casts(self._names, self._seen[-1])
+        self._seen = self._forms.look(self._tensors)
+        self._whole = [(name, tensor, version_of(tensor)) for name, tensor in whole]
+        self._report_casts(self._names, self._seen.dtypes)
+
+    def look_of(self, tensors: Sequence[torch.Tensor]) -> Look | None:
+        """Return what `begin` saw of these tensors; None unless it watches this very list."""
+        return self._seen if self._window is not None and tensors is self._tensors else None
+
+    def note_forms(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note that tensors of these forms are those to be sent: Look.known tells them again."""
+        self._forms.note(tensors)
 
     def _report_casts(self, names: Sequence[str], dtypes: list[Any]) -> None:
         """Log once which of the known tensors have another dtype than before.
@@ -153,19 +162,19 @@ class SourceWatch:
         """
         window, self._window = self._window, None
         names, tensors, seen, whole = self._names, self._tensors, self._seen, self._whole
-        self._names, self._tensors, self._seen, self._whole = (), (), [], []
+        self._names, self._tensors, self._seen, self._whole = (), (), Look([], [], []), []
         if window is None:
             return []
         stepped = window.close()
-        now = _states(tensors)
+        now = self._forms.look(tensors, compares=False)
         changed: set[int] = set()
-        if now != seen:
+        if now.differ(seen):
             changed |= set(_differences(seen, now, is_adopted))
         if stepped:
             written = set[int]().union(*map(stored_at, stepped)) - {0}
             changed |= {i for i, t in enumerate(tensors) if storage_address(t) in written}
         found = [names[i] for i in sorted(changed)]
-        found += [name for name, tensor, version in whole if _version(tensor) != version]
+        found += [name for name, tensor, version in whole if version_of(tensor) != version]
         return list(dict.fromkeys(found))
 
 
@@ -192,11 +201,11 @@ class YieldWatch:
         for key, find in self._before:
             last = find()
             if last is not None:
-                self._noted[key] = self._noted[key][0], find, _version(last)
+                self._noted[key] = self._noted[key][0], find, version_of(last)
         self._before.clear()
         for part in _parts(tensor):
-            version = _version(part)
-            self._last.append((name, part, version, _address(part)))
+            version = version_of(part)
+            self._last.append((name, part, version, address_of(part)))
             find = weakref.ref(part if part._base is None else part._base)
             key = storage_address(part) or id(part)
             self._noted[key] = name, find, version
@@ -205,7 +214,7 @@ class YieldWatch:
     def read(self) -> None:
         """Check the last tensor after its bytes were read."""
         for name, part, version, address in self._last:
-            if _version(part) != version or _address(part) != address:
+            if version_of(part) != version or address_of(part) != address:
                 self._changed[name] = None
         self._last.clear()
 
@@ -215,7 +224,7 @@ class YieldWatch:
         written = set[int]().union(*map(stored_at, self._window.close()))
         for address, (name, find, version) in self._noted.items():
             tensor = find()
-            if address in written or (tensor is not None and _version(tensor) != version):
+            if address in written or (tensor is not None and version_of(tensor) != version):
                 self._changed[name] = None
         self._noted.clear()
         self._before.clear()
@@ -240,44 +249,13 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return (tensor,) if local is None else (tensor, local)
 
 
-def _states(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return versions, addresses and dtypes of tensors, without a loop in Python where possible."""
-    try:
-        versions = list(map(_version_of, tensors))
-    except RuntimeError:
-        versions = list(map(_version, tensors))
-    try:
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except (RuntimeError, NotImplementedError):
-        addresses = list(map(_address, tensors))
-    return [versions, addresses, list(map(_dtype_of, tensors))]
-
-
-def _differences(
-    before: list[list[Any]], now: list[list[Any]], is_adopted: Callable[[int, int], bool]
-) -> Iterator[int]:
-    """Yield the positions at which two results of `_states` differ."""
-    rows = enumerate(zip(zip(*before, strict=True), zip(*now, strict=True), strict=True))
+def _differences(before: Look, now: Look, is_adopted: Callable[[int, int], bool]) -> Iterator[int]:
+    """Yield the positions of the tensors that differ between two looks."""
+    rows = enumerate(zip(zip(*before[:3], strict=True), zip(*now[:3], strict=True), strict=True))
     for i, ((version, address, dtype), (version_now, address_now, dtype_now)) in rows:
         moved = address != address_now and not is_adopted(i, int(address_now))
         if version != version_now or dtype is not dtype_now or moved:
             yield i
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the tensor's version, -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return the tensor's address, 0 for tensors of classes without memory of their own."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -349,6 +327,12 @@ class SourceMemory:
         """Return views of the bases that an update uses: they follow where these are moved."""
         found: Callable[[], Sequence[torch.Tensor]] = getattr(self._source, "views", tuple)
         return found()
+
+    def look_of(self, tensors: Sequence[torch.Tensor]) -> Look | None:
+        """Return what the update in progress has seen of these tensors, None where it has not."""
+        found: Callable[[Sequence[torch.Tensor]], Look | None] | None
+        found = getattr(self._source, "look_of", None)
+        return None if found is None else found(tensors)
 
     def dtensors(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return the DTensors whose local tensors are sent, with their names."""

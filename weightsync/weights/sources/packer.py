@@ -40,6 +40,7 @@ from weightsync.weights.copying.fingerprint import xxh3
 from weightsync.weights.copying.fused import Batch, bucket_reader, chunk_batches
 from weightsync.weights.copying.layout import Chunk, StreamLayout, TensorSlice, aligned
 from weightsync.weights.sources.base import NamedTensors
+from weightsync.weights.sources.look import KnownForms, Look
 from weightsync.weights.tensor_kinds import check_sendable, no_memory
 
 Acquire = Callable[[int], int]
@@ -70,6 +71,8 @@ class Packer:
         self._readers = cache(lambda j: bucket_reader(layout, layout.chunks[j], self._bucket(j)))
         self._batches: list[Batch] | None = None
         self._batched_from: list[int] = []
+        self._forms = KnownForms()
+        self._are_bytes = False
 
     def pack_stable(
         self, tensors: Sequence[torch.Tensor], acquire: Acquire, *, verify: bool
@@ -81,8 +84,12 @@ class Packer:
         shape.
         """
         specs = self.layout.manifest.specs
-        check_whole(specs, tensors)
-        if not (self._on_host and all(map(_is_bytes, tensors, specs))):
+        look = self._forms.look(tensors, versions=False)
+        check_whole(specs, tensors, look)
+        if not look.known:
+            self._are_bytes = self._on_host and all(map(_is_bytes, tensors, specs))
+            self._forms.note(tensors)
+        if not self._are_bytes:
             batches = self._batches_of(tensors, verify=verify)
             if batches is not None:
                 yield from self._pack_batches(batches, acquire, verify=verify)
@@ -90,10 +97,9 @@ class Packer:
             pairs = ((spec.name, t) for spec, t in zip(specs, tensors, strict=True))
             yield from self.pack(pairs, acquire, verify=verify)
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses != self._replayed_from:
+        if look.addresses != self._replayed_from:
             self._replayed = self._compile(tensors)
-            self._replayed_from = addresses
+            self._replayed_from = look.addresses
         for j, copies in enumerate(self._replayed):
             bucket = acquire(j)
             self._clear_gaps(j, bucket)
@@ -239,12 +245,17 @@ def bucket_views(layout: StreamLayout, chunk: Chunk, bucket: torch.Tensor) -> li
     ]
 
 
-def check_whole(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+def check_whole(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], look: Look | None = None
+) -> None:
     """Raise ManifestMismatchError for tensors without memory, of another shape or number.
 
-    Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end.
+    Trainers offload with `parameter.data = torch.empty(0)`; a copy would read past its end. A
+    `look` at them with known forms saves asking each: such forms were checked here before.
     """
     check_number(specs, tensors)
+    if look is not None and look.known and all(look.addresses):
+        return
     # The usual case without a loop in Python, and without tuples for the garbage collector.
     try:
         same = all(map(operator.eq, map(_SHAPE, tensors), map(_SHAPE, specs)))
