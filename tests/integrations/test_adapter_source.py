@@ -239,12 +239,21 @@ def test_a_plain_model_refuses_an_adapter_and_keeps_its_weights() -> None:
     assert torch.equal(server.lm_head.weight, llama().lm_head.weight)
 
 
+def arrow() -> Any:
+    """Return a config as of a router over one adapter."""
+    made = peft.ArrowConfig(top_k=1)
+    made.task_adapter_names, made.gks_adapter_names = ["task_0"], []
+    return made
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"kasa_config": peft.KasaConfig()}, "kasa_config"),
+        ({"arrow_config": arrow()}, "arrow_config"),
     ],
 )
 def test_an_adapter_over_a_changed_base_is_refused(config: dict[str, Any], named: str) -> None:

@@ -13,6 +13,11 @@ def version(number: int, digest: str = "0" * 16, name: str = "policy") -> str:
     return str(AdapterPath(name, number, digest))
 
 
+def held(name: str, of_workers: list[list[str]]) -> list[dict[str, list[str]]]:
+    """What each worker tells that holds versions of one adapter."""
+    return [{name: paths} for paths in of_workers]
+
+
 def current(versions: AdapterVersions, request: str = "r") -> str:
     found = versions.accept(request, "weightsync://policy")
     versions.added(request)
@@ -22,12 +27,12 @@ def current(versions: AdapterVersions, request: str = "r") -> str:
 def test_a_version_is_used_once_every_worker_holds_it() -> None:
     versions = AdapterVersions()
     one, two = version(1), version(2)
-    versions.answered("policy", [[one], [one]])
-    versions.answered("policy", [[one, two], [one]])
+    versions.answered(held("policy", [[one], [one]]))
+    versions.answered(held("policy", [[one, two], [one]]))
     assert current(versions) == one
     with pytest.raises(ws.ConfigError, match="'policy@2' is held; held are policy@1"):
         versions.accept("r", "weightsync://policy/v2")
-    versions.answered("policy", [[one, two], [one, two]])
+    versions.answered(held("policy", [[one, two], [one, two]]))
     assert current(versions) == two
     assert str(versions.accept("r", "weightsync://policy/v1")) == one
 
@@ -35,13 +40,13 @@ def test_a_version_is_used_once_every_worker_holds_it() -> None:
 def test_what_a_request_uses_is_kept_from_its_acceptance_to_its_end() -> None:
     versions = AdapterVersions(kept=1)
     one, two, three = version(1), version(2), version(3)
-    versions.answered("policy", [[one]])
+    versions.answered(held("policy", [[one]]))
     versions.accept("early", "weightsync://policy")
-    versions.answered("policy", [[one, two]])
+    versions.answered(held("policy", [[one, two]]))
     assert versions.keep([]) == [one, two]
     versions.added("early")
     assert versions.keep([one]) == [one, two]
-    versions.answered("policy", [[one, two, three]])
+    versions.answered(held("policy", [[one, two, three]]))
     assert versions.keep([one]) == [one, three]
     assert versions.keep([]) == [three]
     with pytest.raises(ws.ConfigError):
@@ -50,19 +55,18 @@ def test_what_a_request_uses_is_kept_from_its_acceptance_to_its_end() -> None:
 
 def test_what_is_not_kept_is_not_accepted_while_the_workers_drop_it() -> None:
     versions = AdapterVersions(kept=2)
-    held = [version(n) for n in (1, 2, 3)]
-    versions.answered("policy", [held])
-    assert versions.keep([]) == held[1:]
+    sent = [version(n) for n in (1, 2, 3)]
+    versions.answered(held("policy", [sent]))
+    assert versions.keep([]) == sent[1:]
     with pytest.raises(ws.ConfigError, match="held are policy@2, policy@3"):
         versions.accept("r", "weightsync://policy/v1")
-    assert versions.served == {"policy": held[1:]}
+    assert versions.served == {"policy": sent[1:]}
 
 
 def test_an_unloaded_adapter_is_kept_for_its_requests_alone() -> None:
     versions = AdapterVersions()
     one, other = version(1), version(1, name="judge")
-    versions.answered("policy", [[one]])
-    versions.answered("judge", [[other]])
+    versions.answered([{"policy": [one], "judge": [other]}])
     versions.unloaded("policy")
     with pytest.raises(ws.ConfigError, match="'policy' was never sent"):
         versions.accept("r", "weightsync://policy")
@@ -73,15 +77,15 @@ def test_an_unloaded_adapter_is_kept_for_its_requests_alone() -> None:
 def test_a_version_that_is_sent_again_is_the_newest() -> None:
     versions = AdapterVersions()
     one, two = version(1), version(2)
-    versions.answered("policy", [[one, two]])
-    versions.answered("policy", [[two, one]])  # by rewind=True
+    versions.answered(held("policy", [[one, two]]))
+    versions.answered(held("policy", [[two, one]]))  # by rewind=True
     assert current(versions) == one
 
 
 def test_a_number_that_comes_twice_means_the_newer_weights() -> None:
     versions = AdapterVersions()
     before, after = version(1, "a" * 16), version(1, "b" * 16)
-    versions.answered("policy", [[before, after]])
+    versions.answered(held("policy", [[before, after]]))
     assert str(versions.accept("r", "weightsync://policy/v1")) == after
     assert str(versions.accept("s", before)) == before
 
@@ -106,6 +110,14 @@ def test_models_of_requests() -> None:
 def test_other_paths_are_refused(path: str) -> None:
     with pytest.raises(ws.ConfigError, match="no adapter of weightsync"):
         AdapterPath.parse(path)
+
+
+@pytest.mark.parametrize("name", ["stra\u00dfe", "p\u0663", "\u0663", "a\u0301"])
+def test_names_are_ascii(name: str) -> None:
+    assert path_of(name) is None
+    assert path_of(f"policy@{name}") is None
+    with pytest.raises(ws.ConfigError, match="no adapter of weightsync"):
+        AdapterPath.parse(f"weightsync://{name}")
 
 
 def test_how_many_versions_stay() -> None:

@@ -14,7 +14,8 @@ import weightsync as ws
 from tests.crew import crew
 from tests.integrations.test_adapter_source import KINDS, adapted, sharded_model
 from tests.integrations.test_huggingface import llama, quiet_peft, train
-from weightsync.integrations.module_adapters import MAX_ADAPTERS, AdaptedModule, ModuleAdapters
+from weightsync.integrations.adapter_receivers import MAX_ADAPTERS
+from weightsync.integrations.module_adapters import AdaptedModule, ModuleAdapters
 
 pytestmark = quiet_peft
 
@@ -193,7 +194,7 @@ def test_names() -> None:
     adapters = ModuleAdapters(llama(), taken=["tiny"])
     with pytest.raises(ws.ConfigError, match="'tiny' is the name of the base model"):
         adapters.receiver("tiny")
-    for name in ("", "a/b", "a@1", ".."):
+    for name in ("", "a/b", "a@1", "..", "stra\u00dfe", "p\u0663"):
         with pytest.raises(ws.ConfigError, match="an adapter's name is"):
             adapters.receiver(name)
 
@@ -205,7 +206,7 @@ def test_receivers_that_hold_nothing_do_not_pile_up() -> None:
         adapters.receiver(f"asked-{i}")
         source = ws.AdapterSource(model, name=f"sent-{i}")
         senders.append(ws.connect(source, to=adapters.receiver(f"sent-{i}"), packed=True))
-    assert set(adapters._receivers) == {f"sent-{i}" for i in range(MAX_ADAPTERS)}
+    assert set(adapters._receivers.names) == {f"sent-{i}" for i in range(MAX_ADAPTERS)}
     with pytest.raises(ws.ConfigError, match=f"holds {MAX_ADAPTERS} adapters"):
         adapters.receiver("one-more")
     senders[0].close()

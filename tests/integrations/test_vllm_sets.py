@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import weightsync as ws
+from tests.children import CONTEXT
 from tests.integrations.vllm_workers import Endpoints, Workers
 from weightsync.integrations.vllm import rpc
 from weightsync.integrations.vllm import server as vllm_server
@@ -189,6 +194,94 @@ def test_a_finish_that_comes_without_the_others_commits_nothing(
     assert rounds.parts[1] == {""}
     assert rounds.parts[-1] == {"", PATH}
     assert not served.workers.paused
+
+
+@pytest.fixture
+def both(served: SetOfWorkers) -> Iterator[list[SetOfWorkers]]:
+    """Two servers, of whose set a trainer died: the first has committed it, and the second not."""
+    workers = Workers(2)
+    endpoints = Endpoints(workers)
+    servers = [served, SetOfWorkers(endpoints.url, workers)]
+    victim = CONTEXT.Process(target=die_between, args=([s.url for s in servers],), daemon=True)
+    victim.start()
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    assert [s.versions() for s in servers] == [[(2, 2)] * 2, [(1, 1)] * 2]
+    deadline = time.monotonic() + 60
+    while any(s.workers.paused for s in servers) and time.monotonic() < deadline:
+        time.sleep(0.05)  # each engine ends the pause of the dead
+    for s in servers:
+        s.workers.log.clear()
+    yield servers
+    endpoints.close()
+    workers.end()
+
+
+def die_between(urls: list[str]) -> None:
+    """Send a set to two servers, and die when the first of them has committed its next update."""
+    sent = {"": torch.nn.Linear(40, 40), PATH: torch.nn.Linear(8, 8)}
+    committed = threading.Event()
+    with ws.connect_set(sent, to=urls, timeout_s=30) as sender:
+        sender.send_weights()
+        rpc = vllm_server.VllmHttpControl.rpc
+
+        def dying(self: vllm_server.VllmHttpControl, text: str, *, timeout_s: float) -> object:
+            finishes = "finish_weight_update" in text
+            if finishes and urls[1].endswith(self.target.rpartition(":")[2]):
+                committed.wait(30)
+                os.kill(os.getpid(), signal.SIGKILL)
+            answers = rpc(self, text, timeout_s=timeout_s)
+            if finishes:
+                committed.set()
+            return answers
+
+        cast(Any, vllm_server.VllmHttpControl).rpc = dying
+        sender.send_weights()
+
+
+def connect_part(servers: list[SetOfWorkers]) -> ws.WeightSender:
+    to = [t for s in servers for t in TransportFactory(None, timeout_s=5, below=PATH).every(s.url)]
+    return ws.connect(servers[0].part, to=to, timeout_s=5)
+
+
+def test_a_sender_of_the_adapter_finishes_a_dead_set_as_an_update_of_the_model(
+    both: list[SetOfWorkers],
+) -> None:
+    """With generation paused, caches reset and the version set; then everything is of one set."""
+    first, second = both
+    connect_part(both).close()
+    assert second.versions() == [(2, 2)] * 2
+    for mine, other in zip(second.workers.models, first.workers.models, strict=True):
+        assert torch.equal(mine.weight, other.weight)
+    log = second.workers.log
+    steps = ["pause keep", "rpc finish_weight_update", "reset", "version 2", "resume"]
+    assert [step for step in log if step in steps] == steps
+    assert (second.workers.version, second.workers.paused) == ("2", False)
+    assert not {"pause keep", "rpc finish_weight_update", "reset"}.intersection(first.workers.log)
+    for model in (first.base, first.part):
+        torch.nn.init.normal_(model.weight)
+    to = [server.url for server in both]
+    with ws.connect_set({"": first.base, PATH: first.part}, to=to, timeout_s=5) as sender:
+        sender.send_weights()
+    assert first.versions() == second.versions() == [(3, 3)] * 2
+
+
+def test_a_worker_commits_no_model_with_the_finish_of_an_adapter_alone(
+    both: list[SetOfWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer may have died after a sender asked whether it lives."""
+    second = both[1]
+    update = second.workers.receivers[0].open_update
+    assert update is not None
+    monkeypatch.setattr(vllm_server.VllmServer, "left_by_the_dead", lambda *_: [])
+    transport = TransportFactory(None, timeout_s=5, below=PATH).every(second.url)[0]
+    with pytest.raises(ws.UpdateConflictError, match="waits for its own finish, which commits bo"):
+        transport.call(FinishRequest(update_id=update.update_id), timeout_s=5)
+    transport.close()
+    assert second.versions() == [(1, 1)] * 2
+    second_base = ws.connect(second.base, to=[s.url for s in both], timeout_s=5)
+    assert second.versions() == [(2, 2)] * 2
+    second_base.close()
 
 
 def test_receivers_that_are_not_beside_the_model_are_refused(served: SetOfWorkers) -> None:

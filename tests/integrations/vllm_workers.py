@@ -273,14 +273,16 @@ class Workers:
 
     def _answer(self, round_: vllm_rpc.Round, rank: int) -> dict[str, Any]:
         self.awake.wait(60)
-        receiver = (self.below[round_.below] if round_.below else self.receivers)[rank]
+        base = self.receivers[rank]
+        parts = {p: vllm_rpc.Part(self.below[p][rank], base) for p in round_.adapters}
+        part = parts.pop(round_.below, None)
         return vllm_rpc.answer_round(
             round_,
-            receiver,
-            receiver.dispatch,
+            base if part is None else part.receiver,
+            base.dispatch if part is None else part.handle,
             rank=rank,
             world=len(self.models),
-            parts={path: vllm_rpc.Part(self.below[path][rank], list) for path in round_.parts},
+            parts=parts,
         )
 
 

@@ -1,10 +1,14 @@
-"""Adapters in an `LLM` of this process: what its tables and ours hold, and what is refused."""
+"""Adapters in an `LLM` of this process: what its tables and ours hold, and what is refused.
+
+Tests with an engine of their own come last: its end takes what that of the fixture needs.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,12 @@ from tests.vllm.adapted import Unnamed, adapt, assert_told, base_of, train
 from tests.vllm.offline import engine_of, generated, offline_llm
 from tests.vllm.tiny import expected, make_model
 from tests.vllm.victims import connect_set, train_set
+from weightsync.integrations.adapter_receivers import MAX_ADAPTERS
 from weightsync.integrations.adapters import CONFIG_NAME, encode_config, unload_adapter
 from weightsync.integrations.vllm.actors import vllm_targets
 from weightsync.integrations.vllm.adapter_names import adapter_request
-from weightsync.integrations.vllm.adapter_sink import WorkerAdapters
+from weightsync.integrations.vllm.adapter_sink import VllmAdapterSink, WorkerAdapters
+from weightsync.wire.messages import StatusRequest
 
 VERSIONS = 40
 
@@ -74,7 +80,7 @@ def test_versions_in_a_row_fill_no_table(offline: Offline) -> None:
             if seed % 4 == 0:
                 offline.assert_computes("policy")
             assert len(versions.served["policy"]) <= 3
-            assert len(offline.adapters.versions("policy")) <= 3
+            assert len(offline.adapters.held()["policy"]) <= 3
             assert len(offline.manager.list_adapters()) <= 2
         assert versions._accepted == {}
         assert_told(generated(offline.llm), base_of(offline.model))
@@ -110,14 +116,14 @@ def test_a_lease_keeps_a_version_until_its_request_ends(offline: Offline) -> Non
         for seed in range(2, 8):
             train(model, seed)
             sender.send_weights()
-        assert len(offline.adapters.versions("policy")) == 4
+        assert len(offline.adapters.held()["policy"]) == 4
         outputs = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
         (done,) = [output for output in outputs if output.finished]
         assert list(done.outputs[0].token_ids) == wanted[0]
         sender.send_weights()
-        assert len(offline.adapters.versions("policy")) == 3
+        assert len(offline.adapters.held()["policy"]) == 3
 
 
 def test_what_fails_to_be_built_changes_nothing(offline: Offline) -> None:
@@ -136,13 +142,13 @@ def test_what_fails_to_be_built_changes_nothing(offline: Offline) -> None:
     ):
         sender.send_weights()
     offline.assert_computes("policy", version)
-    aside = {**config, "r": 4, "use_qalora": True}
-    source = Unnamed({**tensors, CONFIG_NAME: as_tensor(aside)})
-    with (
-        ws.connect(source, to=vllm_targets(offline.llm)) as sender,
-        pytest.raises(ws.WeightSyncError, match="use_qalora"),
-    ):
-        sender.send_weights()
+    for aside in ({"use_qalora": True}, {"arrow_config": {"top_k": 2}}):
+        source = Unnamed({**tensors, CONFIG_NAME: as_tensor({**config, "r": 4, **aside})})
+        with (
+            ws.connect(source, to=vllm_targets(offline.llm)) as sender,
+            pytest.raises(ws.WeightSyncError, match=f"does not compute {next(iter(aside))}"),
+        ):
+            sender.send_weights()
     offline.assert_computes("policy")
     with offline.sender() as sender:
         train(offline.model, 10)
@@ -163,6 +169,87 @@ def test_base_and_adapter_of_a_set(offline: Offline) -> None:
             assert len({report.version for report in reports}) == 1
             assert_told(generated(offline.llm), base_of(offline.model))
             offline.assert_computes("policy")
+
+
+def test_unloading_frees_the_versions_and_the_receiver(offline: Offline) -> None:
+    with offline.sender("passing") as sender:
+        sender.send_weights()
+        offline.assert_computes("passing")
+    before = len(offline.manager.list_adapters())
+    unload_adapter(vllm_targets(offline.llm), "passing")
+    unload_adapter(vllm_targets(offline.llm), "never-sent")
+    assert "passing" not in offline.adapters.held()
+    assert "passing" not in offline.adapters._receivers.names
+    assert len(offline.manager.list_adapters()) == before - 1
+    with pytest.raises(ws.ConfigError, match="never sent"):
+        generated(offline.llm, adapter_request("passing"))
+
+
+def test_an_adapter_that_is_unloaded_under_a_request_stays_unloaded(offline: Offline) -> None:
+    """The request ends with its version, whatever a sender of that name asks meanwhile."""
+    from vllm import SamplingParams
+
+    engine, model = offline.llm.llm_engine, offline.model
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
+    prompt = {"prompt_token_ids": [5, 77, 130, 42, 9]}
+    with offline.sender("passing") as sender:
+        train(model, 1)
+        sender.send_weights()
+        wanted = expected(model)
+        engine.add_request("at-work", prompt, params, lora_request=adapter_request("passing"))
+        outputs = engine.step()
+        unload_adapter(vllm_targets(offline.llm), "passing")
+        (transport,) = vllm_targets(offline.llm)
+        with closing(transport.below("adapters/passing")) as asked:
+            asked.call(StatusRequest(), timeout_s=10)
+        for named in (adapter_request("passing"), adapter_request("passing", sender.version)):
+            with pytest.raises(ws.ConfigError, match="never sent"):
+                generated(offline.llm, named)
+        assert len(offline.adapters._held) > 0  # the request has its version
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        (done,) = [output for output in outputs if output.finished]
+        assert list(done.outputs[0].token_ids) == wanted[0]
+        train(model, 2)
+        sender.send_weights()
+        offline.assert_computes("passing")
+    unload_adapter(vllm_targets(offline.llm), "passing")
+
+
+def test_names_that_hold_nothing_give_their_places_to_others(offline: Offline) -> None:
+    with offline.sender() as sender:
+        sender.send_weights()
+        wrong = Unnamed({"base_model.model.lm_head.bias": torch.ones(2)})
+        for i in range(2 * MAX_ADAPTERS):
+            wrong.receiver_path = f"adapters/refused-{i}"
+            with pytest.raises(ws.WeightSyncError):
+                ws.connect(wrong, to=vllm_targets(offline.llm))
+        names = offline.adapters._receivers.names
+        assert len(names) == MAX_ADAPTERS
+        assert "policy" in names
+        sender.send_weights()
+        offline.assert_computes("policy")
+
+
+def test_what_is_built_goes_with_an_update_that_is_given_up(offline: Offline) -> None:
+    with offline.sender("passing") as sender:
+        pairs = dict(ws.AdapterSource(offline.model, name="passing").tensors())
+        with suppress(ZeroDivisionError), sender.update() as update:
+            update.send(pairs.items())
+            raise ZeroDivisionError
+        sink = offline.adapters.receiver("passing").sink
+        assert isinstance(sink, VllmAdapterSink)
+        assert sink.take() is None
+
+
+def test_an_engine_with_lora_in_its_vision_tower_takes_no_adapter(
+    offline: Offline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache of images is keyed by the adapter's name alone."""
+    runner = offline.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    monkeypatch.setattr(offline.manager.lora_config, "enable_tower_connector_lora", True)
+    with pytest.raises(ws.ConfigError, match="enable_tower_connector_lora"):
+        WorkerAdapters(runner, engine_of(offline.llm).receiver)
 
 
 def test_a_set_to_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -218,20 +305,6 @@ def test_a_pattern_of_alphas_is_computed_or_refused(tmp_path: Path) -> None:
             assert_told(generated(llm), base_of(model))
         else:
             assert_told(generated(llm, adapter_request("policy")), expected(model))
-
-
-def test_unloading_frees_the_versions_and_the_receiver(offline: Offline) -> None:
-    with offline.sender("passing") as sender:
-        sender.send_weights()
-        offline.assert_computes("passing")
-    before = len(offline.manager.list_adapters())
-    unload_adapter(vllm_targets(offline.llm), "passing")
-    unload_adapter(vllm_targets(offline.llm), "never-sent")
-    assert offline.adapters.versions("passing") == []
-    assert "passing" not in offline.adapters._receivers
-    assert len(offline.manager.list_adapters()) == before - 1
-    with pytest.raises(ws.ConfigError, match="never sent"):
-        generated(offline.llm, adapter_request("passing"))
 
 
 @pytest.mark.timeout(300)

@@ -9,15 +9,17 @@ from weightsync.errors import ConfigError
 PATHS = "adapters/"
 """The path of all adapters' receivers below a server's URL."""
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
+"""A regular expression of adapters' names: ASCII, as they are in URLs and in names of models."""
+_NAME = re.compile(NAME)
 
 
 def check_name(name: object) -> str:
     """Return the name of an adapter. Raises ConfigError for one that is no part of a URL's path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"an adapter's name is 1 to 128 letters, digits, '_', '-' and '.', and begins with a "
-            f"letter or a digit; this is {name!r:.60}"
+            "an adapter's name is 1 to 128 letters (A to Z, a to z), digits, '_', '-' and '.', and "
+            f"begins with a letter or a digit; this is {name!r:.60}"
         )
     return name
 

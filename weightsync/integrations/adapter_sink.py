@@ -6,6 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 import xxhash
@@ -20,9 +21,10 @@ from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.sinks.base import Apply, LoadTarget, WeightSink
 
 _ON_CPU = torch.device("cpu")
+Built = TypeVar("Built")
 
 
-class AdapterSink(WeightSink):
+class AdapterSink(WeightSink, Generic[Built]):
     """Takes the tensors of a PEFT checkpoint and its config; a subclass builds an adapter of them.
 
     Before any byte moves, `check` compares names and shapes with the layers of the model. What only
@@ -38,6 +40,7 @@ class AdapterSink(WeightSink):
 
     def __init__(self) -> None:
         self._fitting = ""
+        self._built: Built | None = None
 
     @property
     def device(self) -> torch.device:
@@ -51,12 +54,25 @@ class AdapterSink(WeightSink):
     @abstractmethod
     def build(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], digest: str
-    ) -> None:
-        """Build the adapter of an update, of tensors that are its own; the next commit takes it.
+    ) -> Built:
+        """Return the adapter of an update, made of tensors that are its own.
 
         `digest` is that of the names and the bytes. Raises ConfigError for a config that is not
         taken.
         """
+
+    def stage(self, built: Built | None) -> None:
+        """Keep an adapter for the next commit; None: none, since the update was given up."""
+        self._built = built
+
+    def take(self) -> Built | None:
+        """Return the adapter that is staged, once.
+
+        None where there is none: another part of a set failed, and the former version is in use
+        again.
+        """
+        built, self._built = self._built, None
+        return built
 
     def undo(self) -> Callable[[], None] | None:
         """Return what takes the next commit back; None where that cannot be."""
@@ -80,12 +96,12 @@ class AdapterSink(WeightSink):
         return 2 * layout.nbytes
 
 
-class _AdapterTarget(LoadTarget):
+class _AdapterTarget(LoadTarget, Generic[Built]):
     """Stages the stream of an adapter; what is built of it has its own memory."""
 
     users_own = False
 
-    def __init__(self, sink: AdapterSink, layout: StreamLayout) -> None:
+    def __init__(self, sink: AdapterSink[Built], layout: StreamLayout) -> None:
         self._sink = sink
         self._specs = layout.manifest.specs
         self._digest = layout.manifest.digest
@@ -104,7 +120,12 @@ class _AdapterTarget(LoadTarget):
         config = decode_config(bytes(tensors.pop(CONFIG_NAME).tolist()))
         if refused := unsupported(config):
             raise ConfigError(f"{self._sink.server} does not compute {', '.join(refused)}")
-        self._sink.build(tensors, config, digest.hexdigest())
+        self._sink.stage(self._sink.build(tensors, config, digest.hexdigest()))
+
+    def discard(self) -> None:
+        """Forget what was built, too."""
+        super().discard()
+        self._sink.stage(None)
 
     def undo(self) -> Callable[[], None] | None:
         """Return what takes the next commit back."""

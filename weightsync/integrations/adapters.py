@@ -31,6 +31,16 @@ MAX_CONFIG_NBYTES = 1 << 20
 
 # With any other PEFT changes the base when training begins, so that it is not the server's.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Fields of PEFT's config with which the two matrices of a layer are not all that it computes."""
 
 
 def config_spec(manifest: Manifest) -> TensorSpec:
@@ -77,11 +87,7 @@ def unsupported(config: Mapping[str, Any]) -> list[str]:
     found = [] if kind == "LORA" else [f"peft_type={kind!r}"]
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
         found.append(f"init_lora_weights={init!r}, which changes the base model")
-    return found + [
-        f"{name}={config[name]!r:.60}"
-        for name in ("alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora")
-        if config.get(name)
-    ]
+    return found + [f"{name}={config[name]!r:.60}" for name in _VARIANTS if config.get(name)]
 
 
 def _plain(value: object) -> object:
@@ -107,8 +113,9 @@ class AdapterSource(WrappingSource):
 
     Raises ConfigError where `model` is no PeftModel or has no such adapter, for an adapter of
     another kind than LoRA, and for what changes the base model, or how it computes (PiSSA, OLoRA,
-    CorDA, LoftQ, LoRA-GA, aLoRA, QALoRA, BD-LoRA, replicated layers). Raises it in an update whose
-    model has another config or another scale than at `connect`. MissingExtraError without peft.
+    CorDA, LoftQ, LoRA-GA, aLoRA, Arrow, BD-LoRA, KaSA, MonteCLoRA, QALoRA, replicated layers).
+    Raises it in an update whose model has another config or another scale than at `connect`.
+    MissingExtraError without peft.
     """
 
     only_moves = True

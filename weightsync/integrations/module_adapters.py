@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,20 +19,16 @@ from torch import nn
 from torch.nn import functional
 
 from weightsync.errors import ConfigError, shorten
-from weightsync.integrations.adapter_paths import check_name
+from weightsync.integrations.adapter_receivers import AdapterReceivers
 from weightsync.integrations.adapter_sink import AdapterSink, LoraPair, LoraPairs, other_base
 from weightsync.receiver import WeightReceiver
 from weightsync.specs import Manifest
 
-MAX_ADAPTERS = 64
 _PREFIX = "base_model.model."
 _NOT_COMPUTED = (
-    "arrow_config",
-    "kasa_config",
     "lora_bias",
     "megatron_config",
     "modules_to_save",
-    "monteclora_config",
     "target_parameters",
     "trainable_token_indices",
     "use_dora",
@@ -90,62 +86,24 @@ class ModuleAdapters:
     ) -> None:
         self._beside = beside
         self._modules = dict(module.named_modules())
-        self._taken = frozenset(taken)
         self._lock = threading.Lock()
-        self._receivers: dict[str, WeightReceiver] = {}
+        self._receivers = AdapterReceivers(self._make, taken=taken)
         self._held: dict[str, HeldAdapter] = {}
         self._commits = 0
-
-    def receiver(self, name: str) -> WeightReceiver:
-        """Return the receiver of an adapter; the first call makes it.
-
-        Raises ConfigError for a name that is taken or is none, and where MAX_ADAPTERS are there.
-        """
-        check_name(name)
-        if name in self._taken:
-            raise ConfigError(f"{name!r} is the name of the base model of this server")
-        with self._lock:
-            known = self._receivers.get(name)
-        if known is not None:
-            return known
-        made = self._make(name)
-        with self._lock:
-            found = self._receivers.setdefault(name, made)
-            full = len(self._receivers) > MAX_ADAPTERS
-            # One that was only asked about holds nothing.
-            empty = [n for n, r in self._receivers.items() if n != name and _is_unused(r)]
-            dropped = [self._receivers.pop(n) for n in empty[:1]] if full else []
-            if full and not dropped:
-                del self._receivers[name]
-        if found is not made:
-            dropped.append(made)
-        for receiver in dropped:
-            receiver.close()
-        if full and not dropped:
-            made.close()
-            raise ConfigError(
-                f"this server holds {MAX_ADAPTERS} adapters, which is the most; unload one"
-            )
-        return found
+        self.receiver = self._receivers.get
+        self.close = self._receivers.close
 
     def unload(self, name: str) -> None:
         """Retire all versions of an adapter, and close its receiver. None of the name is no error.
 
         Raises UpdateConflictError, and changes nothing, in an update of it.
         """
-        with self._lock:
-            receiver = self._receivers.get(name)
-        if receiver is None:
+        if not self._receivers.remove(name):
             return
-        receiver.close()
         with self._lock:
-            if self._receivers.get(name) is receiver:
-                del self._receivers[name]
             for key, held in self._held.items():
                 if held.name == name:
-                    self._held[key] = HeldAdapter(
-                        name, held.version, key, held.layers, retired=True
-                    )
+                    self._held[key] = replace(held, retired=True)
 
     def forget(self, keys: Collection[str]) -> None:
         """Drop versions that nothing uses any more."""
@@ -166,13 +124,6 @@ class ModuleAdapters:
             raise ConfigError(f"this worker does not hold the adapter {key!r:.120}")
         return found
 
-    def close(self) -> None:
-        """Close all receivers."""
-        with self._lock:
-            receivers = list(self._receivers.values())
-        for receiver in receivers:
-            receiver.close()
-
     def _make(self, name: str) -> WeightReceiver:
         added = list[str]()
 
@@ -190,11 +141,7 @@ class ModuleAdapters:
         return WeightReceiver(sink, apply="staged", on_commit=commit, beside=self._beside)
 
 
-def _is_unused(receiver: WeightReceiver) -> bool:
-    return not (receiver.version or receiver.open_update or receiver.status().senders)
-
-
-class ModuleAdapterSink(AdapterSink):
+class ModuleAdapterSink(AdapterSink[Mapping[str, LoraLayer]]):
     """Builds the layers of an adapter for the modules of a model, given by path.
 
     `undo` takes back what was made of the last ones.
@@ -204,7 +151,6 @@ class ModuleAdapterSink(AdapterSink):
         super().__init__()
         self._modules = modules
         self._undo = undo
-        self._built: Mapping[str, LoraLayer] | None = None
 
     def check(self, offered: Manifest) -> None:
         """Raise ManifestMismatchError for what does not fit the modules."""
@@ -217,8 +163,8 @@ class ModuleAdapterSink(AdapterSink):
 
     def build(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], digest: str
-    ) -> None:
-        """Build the layers. Raises ConfigError for what PEFT would compute in another way."""
+    ) -> Mapping[str, LoraLayer]:
+        """Return the layers. Raises ConfigError for what PEFT would compute in another way."""
         if refused := [f"{f}={config[f]!r:.60}" for f in _NOT_COMPUTED if config.get(f)]:
             raise ConfigError(f"this server does not compute {', '.join(refused)}")
         scales = _Scales(config)
@@ -241,12 +187,7 @@ class ModuleAdapterSink(AdapterSink):
             )
         if other:
             raise ConfigError(f"the config has other ranks than the tensors: {shorten(other)}")
-        self._built = layers
-
-    def take(self) -> Mapping[str, LoraLayer] | None:
-        """Return the layers that were built last, once."""
-        built, self._built = self._built, None
-        return built
+        return layers
 
     def undo(self) -> Callable[[], None]:
         """Return what takes the next commit back."""

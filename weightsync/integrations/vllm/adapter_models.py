@@ -117,10 +117,8 @@ def _sent_of(engine: Any) -> SentAdapters:
 async def _pass_on(call: Callable[[], Awaitable[Any]], engine: Any, text: object) -> Any:
     """Pass a round on to the engine, and note what that answers of its adapters."""
     sent, round_ = _sent_of(engine), vllm_rpc.find_adapter_round(text)
-    if round_ is None:
-        return await call()
     try:
-        for path in () if round_.unload else round_.adapters:
+        for path in () if round_ is None or round_.unload else round_.adapters:
             sent.refuse_taken(adapter_of(path))
     except ConfigError as exc:
         return [vllm_rpc.encode_refusal(exc)]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync.errors import ConfigError
+from weightsync.integrations.adapter_paths import NAME
 
 SCHEME = "weightsync://"
 
-_PATH = re.compile(r"weightsync://([A-Za-z0-9][\w.-]{0,127})(?:/v(\d{1,19})(?:/([0-9a-f]{16}))?)?")
+_PATH = re.compile(rf"weightsync://({NAME})(?:/v([0-9]{{1,19}})(?:/([0-9a-f]{{16}}))?)?")
 
 
 @dataclass(frozen=True, slots=True)

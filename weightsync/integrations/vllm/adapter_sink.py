@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from weightsync.errors import ConfigError, shorten
+from weightsync.integrations.adapter_receivers import AdapterReceivers
 from weightsync.integrations.adapter_sink import AdapterSink, LoraPair, LoraPairs, other_base
 from weightsync.integrations.vllm.adapter_names import AdapterPath
 from weightsync.integrations.vllm.adapter_versions import is_ours
@@ -48,7 +49,7 @@ class WorkerAdapters:
             )
         self._manager = manager
         self._base = base
-        self._receivers: dict[str, WeightReceiver] = {}
+        self._receivers = AdapterReceivers(self._make)
         self._held: dict[str, Held] = {}
         self._current: dict[str, str] = {}
         load = manager._load_adapter
@@ -58,26 +59,15 @@ class WorkerAdapters:
             return self._load(request) if is_ours(request) else load(request)
 
         manager._load_adapter = load_adapter
-
-    def receiver(self, name: str) -> WeightReceiver:
-        """Return the receiver of an adapter; the first call makes it."""
-        if name not in self._receivers:
-            sink = VllmAdapterSink(self._manager)
-
-            def commit(version: int) -> None:
-                self._commit(name, version, sink.take())
-
-            self._receivers[name] = WeightReceiver(
-                sink, apply="staged", on_commit=commit, beside=self._base
-            )
-        return self._receivers[name]
+        self.receiver = self._receivers.get
 
     def unload(self, name: str) -> None:
         """Forget an adapter; the versions that requests use go with the next `prune`."""
-        receiver = self._receivers.pop(name, None)
+        self._receivers.remove(name)
         self._current.pop(name, None)
-        if receiver is not None:
-            receiver.close()
+        for path, held in self._held.items():
+            if held.path.name == name:
+                self._held[path] = replace(held, retired=True)
 
     def prune(self, kept: Collection[str]) -> None:
         """Drop all versions but these, and the one that each receiver holds."""
@@ -85,14 +75,30 @@ class WorkerAdapters:
         for path in [path for path in self._held if path not in stay]:
             self._manager.remove_adapter(self._held.pop(path).path.id)
 
-    def versions(self, name: str) -> list[str]:
-        """Return the paths of the versions that are held of an adapter, the newest last."""
-        return [path for path, held in self._held.items() if held.path.name == name]
+    def held(self) -> dict[str, list[str]]:
+        """Return the versions that requests may use, by adapter: their paths, the newest last.
+
+        Those that an adapter had when it was unloaded are not among them.
+        """
+        found: dict[str, list[str]] = {}
+        for path, one in self._held.items():
+            if not one.retired:
+                found.setdefault(one.path.name, []).append(path)
+        return found
 
     def close(self) -> None:
         """End the updates of all receivers, and close what they opened."""
-        for receiver in self._receivers.values():
-            receiver.close(for_good=False)
+        self._receivers.close(for_good=False)
+
+    def _make(self, name: str) -> WeightReceiver:
+        sink = VllmAdapterSink(self._manager)
+
+        def commit(version: int) -> None:
+            built = sink.take()
+            if built is not None:
+                self._commit(name, version, built)
+
+        return WeightReceiver(sink, apply="staged", on_commit=commit, beside=self._base)
 
     def _commit(self, name: str, version: int, built: Built) -> None:
         path = AdapterPath(name, version, built.digest)
@@ -121,10 +127,14 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One version of an adapter. `model` is never given to vLLM itself."""
+    """One version of an adapter. `model` is never given to vLLM itself.
+
+    A `retired` one was unloaded: it is there for the requests that use it already.
+    """
 
     path: AdapterPath
     model: LoRAModel
+    retired: bool = False
 
 
 def cloned(model: LoRAModel, adapter_id: int) -> LoRAModel:
@@ -136,7 +146,7 @@ def cloned(model: LoRAModel, adapter_id: int) -> LoRAModel:
     return made
 
 
-class VllmAdapterSink(AdapterSink):
+class VllmAdapterSink(AdapterSink[Built]):
     """Builds vLLM's LoRAModel of an adapter that is sent."""
 
     server = "this vLLM"
@@ -144,7 +154,6 @@ class VllmAdapterSink(AdapterSink):
     def __init__(self, manager: Any) -> None:
         super().__init__()
         self._manager = manager
-        self._built: Built | None = None
 
     def check(self, offered: Manifest) -> None:
         """Raise ManifestMismatchError for what this vLLM does not take."""
@@ -152,8 +161,8 @@ class VllmAdapterSink(AdapterSink):
 
     def build(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], digest: str
-    ) -> None:
-        """Build the adapter of an update. Raises ConfigError for a config that vLLM refuses."""
+    ) -> Built:
+        """Return the adapter of an update. Raises ConfigError for a config that vLLM refuses."""
         manager = self._manager
         model = manager._adapter_manager.model
         positions = {"vllm_max_position_embeddings": manager.max_position_embeddings}
@@ -182,13 +191,7 @@ class VllmAdapterSink(AdapterSink):
         ]
         if other:
             raise ConfigError(f"the config has other ranks than the tensors: {shorten(other)}")
-        self._built = Built(built, digest)
-
-    def take(self) -> Built:
-        """Return the adapter that was built last."""
-        built, self._built = self._built, None
-        assert built is not None  # a commit follows a build
-        return built
+        return Built(built, digest)
 
 
 def renames_of(model: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -83,14 +83,15 @@ class AdapterVersions:
                 self._held[name] = [p for p in old if p in used] + paths[-self._kept :]
             return sorted(used.union(*self._held.values()))
 
-    def answered(self, name: str, of_workers: Sequence[Iterable[str]]) -> None:
-        """Note what each worker holds of an adapter: what all hold may be used from now on."""
-        first, *others = [list(paths) for paths in of_workers]
-        common = [path for path in first if all(path in paths for paths in others)]
+    def answered(self, of_workers: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        """Note what the workers hold, by adapter: what all hold may be used from now on."""
+        first, *others = of_workers or [{}]
+        common = {
+            name: [path for path in paths if all(path in other.get(name, ()) for other in others)]
+            for name, paths in first.items()
+        }
         with self._lock:
-            self._held[name] = common
-            if not common:
-                del self._held[name]
+            self._held = {name: paths for name, paths in common.items() if paths}
 
     def unloaded(self, name: str) -> None:
         """Forget an adapter: no further request may use it."""
@@ -101,7 +102,7 @@ class AdapterVersions:
 def kept_of(environment: Mapping[str, str]) -> int:
     """Return the number of versions that stay, as an environment says it. Raises ConfigError."""
     text = environment.get(KEPT_VARIABLE, str(DEFAULT_KEPT))
-    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 1 << 20:
         raise ConfigError(f"{KEPT_VARIABLE} is a number from 1 on, not {text!r:.20}")
     return int(text)
 
@@ -171,25 +172,28 @@ def _versions_of(engine: Any) -> AdapterVersions:
 
 
 def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
-    """Pass a round on to the workers; to those of an adapter with the versions that they keep."""
+    """Pass a round on to the workers, and note which versions of adapters they hold after it.
+
+    Also after a round to the base model, which may commit adapters of a set. To the receivers of
+    adapters it goes with the versions that workers keep.
+    """
     sent = vllm_rpc.find_adapter_round(text)
-    if sent is None:
-        return call(str(text))
-    try:
-        names = {path: adapter_of(path) for path in sent.adapters}
+    if sent is not None:
+        try:
+            names = [adapter_of(path) for path in sent.adapters]
+            versions = _versions_of(engine)
+        except ConfigError as exc:
+            return [vllm_rpc.encode_refusal(exc)]
+        if sent.unload:
+            versions.unloaded(names[0])
+        requests = [request.lora_request for request in engine.scheduler.requests.values()]
+        running = {given.lora_path for given in requests if given is not None and is_ours(given)}
+        text = vllm_rpc.encode_round(msgspec.structs.replace(sent, kept=versions.keep(running)))
+    results = call(str(text))
+    known = isinstance(results, list) and hasattr(engine, "_weightsync_versions")
+    if known and not any(map(vllm_rpc.is_refusal, results)):
         versions = _versions_of(engine)
-    except ConfigError as exc:
-        return [vllm_rpc.encode_refusal(exc)]
-    if sent.unload:
-        versions.unloaded(names[sent.below])
-    requests = [request.lora_request for request in engine.scheduler.requests.values()]
-    running = {given.lora_path for given in requests if given is not None and is_ours(given)}
-    kept = versions.keep(running)
-    results = call(vllm_rpc.encode_round(msgspec.structs.replace(sent, kept=kept)))
-    if isinstance(results, list) and not any(map(vllm_rpc.is_refusal, results)):
-        for path, name in () if sent.unload else names.items():
-            answers = [result["parts"][path] if sent.parts else result for result in results]
-            versions.answered(name, [answer["versions"] for answer in answers])
+        versions.answered([result.get("adapters", {}) for result in results])
         for result in results:
             result[SERVED] = versions.served
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,6 +116,14 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has 
             self._adapters = WorkerAdapters(worker.model_runner, self.receiver)
         return self._adapters
 
+    def held_adapters(self, kept: Collection[str] | None) -> dict[str, list[str]]:
+        """Return the versions of adapters that requests may use, and drop all but those `kept`."""
+        if self._adapters is None:
+            return {}
+        if kept is not None:
+            self._adapters.prune(kept)
+        return self._adapters.held()
+
     def _handle(self, request: Request) -> None:
         """Dispatch the sender's request, if this is inside its RPC, else `request`."""
         pending = self._request
@@ -179,62 +188,54 @@ def _answer_call(worker: Any, text: str) -> dict[str, Any]:
         engine = getattr(worker, "weight_transfer_engine", None)
         if not isinstance(engine, WeightsyncEngine):
             raise ConfigError("this worker's weight transfer engine is not weightsync's")
-        rank, world = _place(engine.vllm_config)
+        place = _place(engine.vllm_config)
         if round_.below:
-            return _answer_adapter(round_, engine, engine.adapters(worker), rank=rank, world=world)
-        parts = _parts_of(round_, engine.adapters(worker)) if round_.parts else {}
-        answer = partial(engine.answer, worker)
-        return rpc.answer_round(
-            round_, engine.receiver, answer, rank=rank, world=world, parts=parts
-        )
+            answered = _answer_adapter(round_, engine, engine.adapters(worker), place)
+        else:
+            parts = _parts_of(round_, engine, engine.adapters(worker)) if round_.parts else {}
+            answer, (rank, world) = partial(engine.answer, worker), place
+            answered = rpc.answer_round(
+                round_, engine.receiver, answer, rank=rank, world=world, parts=parts
+            )
+        answered["adapters"] = engine.held_adapters(round_.kept)
     except Exception as exc:  # noqa: BLE001  # returned to the sender, which raises it
         return rpc.encode_refusal(exc)
+    return answered
 
 
 def _answer_adapter(
-    round_: rpc.Round, engine: WeightsyncEngine, adapters: WorkerAdapters, *, rank: int, world: int
+    round_: rpc.Round, engine: WeightsyncEngine, adapters: WorkerAdapters, place: tuple[int, int]
 ) -> dict[str, Any]:
     """Answer a round to the receiver of an adapter, in one worker."""
     if round_.unload:
+        _check_kept(round_)
         adapters.unload(adapter_of(round_.below))
-        adapters.prune(_kept_of(round_))
-        return rpc.answer_round(
-            round_, engine.receiver, engine.receiver.dispatch, rank=rank, world=world
-        )
-    (part,) = _parts_of(round_, adapters).values()
-    return rpc.answer_round(
-        round_,
-        part.receiver,
-        part.receiver.dispatch,
-        rank=rank,
-        world=world,
-        versions=part.versions,
-    )
+        receiver, handle = engine.receiver, engine.receiver.dispatch
+    else:
+        (part,) = _parts_of(round_, engine, adapters).values()
+        receiver, handle = part.receiver, part.handle
+    rank, world = place
+    return rpc.answer_round(round_, receiver, handle, rank=rank, world=world)
 
 
-def _parts_of(round_: rpc.Round, adapters: WorkerAdapters) -> dict[str, rpc.Part]:
+def _parts_of(
+    round_: rpc.Round, engine: WeightsyncEngine, adapters: WorkerAdapters
+) -> dict[str, rpc.Part]:
     """Return the receivers of a round's adapters, by their paths."""
-    kept = _kept_of(round_)
-
-    def versions(name: str) -> list[str]:
-        adapters.prune(kept)
-        return adapters.versions(name)
-
-    names = {path: adapter_of(path) for path in round_.adapters}
+    _check_kept(round_)
     return {
-        path: rpc.Part(adapters.receiver(name), partial(versions, name))
-        for path, name in names.items()
+        path: rpc.Part(adapters.receiver(adapter_of(path)), engine.receiver)
+        for path in round_.adapters
     }
 
 
-def _kept_of(round_: rpc.Round) -> list[str]:
-    """Return the versions that are kept. Raises ConfigError where no engine of ours told them."""
+def _check_kept(round_: rpc.Round) -> None:
+    """Raise ConfigError where no engine of ours told which versions of adapters are kept."""
     if round_.kept is None:
         raise ConfigError(
             "the engine of this vLLM does not tell which versions of adapters its requests use: "
             "the plug-in of weightsync does not know this version of vLLM, or was not loaded"
         )
-    return round_.kept
 
 
 def _place(vllm_config: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, UpdateConflictError
 from weightsync.receiver import WeightReceiver
 from weightsync.wire import codec, problem
 from weightsync.wire.messages import FinishRequest, Reply, Request
@@ -73,9 +73,9 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     `may_generate`: its weights are one whole version. `sender_lives` answers `watched`. `paused`:
     generation was paused before this round. `held`: by a sender's pause, which the sender of this
-    round may end. The engine's PauseGuard sets both; without a guard `paused` is None. `versions`:
-    those that this worker holds of an adapter, by vLLM's path of each, the newest last. `parts` are
-    the answers of a round's parts, by their paths.
+    round may end. The engine's PauseGuard sets both; without a guard `paused` is None. `adapters`
+    are the versions that requests may use in this worker, by the name of their adapter: vLLM's path
+    of each, the newest last. `parts` are the answers of a round's parts, by their paths.
     """
 
     nonce: str
@@ -90,16 +90,33 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     sender_lives: bool = True
     reply: str | None = None
     problem: str | None = None
-    versions: list[str] = []
+    adapters: dict[str, list[str]] = {}
     parts: dict[str, WorkerAnswer] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The receiver of an adapter in a worker; `versions` returns those that are held of it."""
+    """The receiver of an adapter in a worker, and `base`, that of the worker's model."""
 
     receiver: WeightReceiver
-    versions: Callable[[], list[str]]
+    base: WeightReceiver
+
+    def handle(self, request: Request) -> Reply:
+        """Handle a request to the adapter, unless it would commit the base model with it.
+
+        That takes a pause and a reset of caches, which a round to the base model has. Raises
+        UpdateConflictError, and changes nothing.
+        """
+        if isinstance(request, FinishRequest) and request.update_id is not None:
+            update = self.base.open_update
+            if update is not None and update.update_id == request.update_id:
+                raise UpdateConflictError(
+                    f"{request.update_id}: the base model has a part of this set, and waits for "
+                    "its own finish, which commits both; connect a sender of the base model",
+                    state=self.base.status().state,
+                    update_id=request.update_id,
+                )
+        return self.receiver.dispatch(request)
 
 
 def lacks_engine(text: str) -> bool:
@@ -142,14 +159,12 @@ def answer_round(
     *,
     rank: int,
     world: int,
-    versions: Callable[[], list[str]] = list,
     parts: Mapping[str, Part] | None = None,
 ) -> dict[str, Any]:
     """Answer a round in one worker, whose request `handle` handles; return plain data.
 
-    An error of the request is part of the answer. `versions` is called after the request. `parts`
-    are the receivers of the round's parts, by their paths; raises ProtocolError for a part's call
-    that is no finish.
+    An error of the request is part of the answer. `parts` are the receivers of the round's parts,
+    by their paths; raises ProtocolError for a part's call that is no finish.
     """
     parts = parts or {}
     for path, part in parts.items():
@@ -178,17 +193,15 @@ def answer_round(
         sender_lives=not watched or receiver.sender_alive(watched),
         reply=reply,
         problem=wrong,
-        versions=versions(),
     )
     plain: dict[str, Any] = msgspec.to_builtins(answer)
     for path, part in parts.items():  # committed with the call above, if there was one
         plain["parts"][path] = answer_round(
             Round(nonce=sent.nonce, calls=sent.parts[path]),
             part.receiver,
-            part.receiver.dispatch,
+            part.handle,
             rank=rank,
             world=world,
-            versions=part.versions,
         )
     return plain
 

@@ -37,6 +37,7 @@ from weightsync.wire.messages import (
     ResetCacheRequest,
     ResumeRequest,
     StartRequest,
+    Status,
     StatusRequest,
     UpdateRequest,
     WakeRequest,
@@ -388,6 +389,18 @@ class VllmServer:
         }
         return {"": answers, **of_parts}
 
+    def left_by_the_dead(self, update_id: str, timeout_s: float) -> list[int]:
+        """Return the workers whose model is PREPARED in this update of a sender that is dead."""
+        answers = self._look(dict.fromkeys(range(self.workers), StatusRequest()), timeout_s)
+        found = []
+        for rank, answer in answers.items():
+            if answer.reply is None:
+                continue
+            status = codec.decode_reply(CALL_OF[StatusRequest], answer.reply.encode())
+            if isinstance(status, Status) and status.update_id == update_id:
+                found += [rank] if status.state == "PREPARED" and status.orphaned else []
+        return found
+
     def _finish(
         self,
         requests: dict[int, Request],
@@ -579,7 +592,17 @@ class VllmAdapter(VllmServer):
         self._exchange(sent, timeout_s)
 
     def _run(self, requests: dict[int, Request], timeout_s: float) -> dict[int, WorkerAnswer]:
-        return self._send(requests, timeout_s)
+        first = next(iter(requests.values()))
+        update_id = first.update_id if isinstance(first, FinishRequest) else None
+        if update_id is None or parts_of(update_id) == 1:
+            return self._send(requests, timeout_s)
+        # Of a dead sender's set: the base model waits with its adapter, for one who finishes both.
+        base = VllmServer(self.control, timeout_s=timeout_s)
+        left = base.left_by_the_dead(update_id, timeout_s)
+        if not left:
+            return self._send(requests, timeout_s)
+        finishes: dict[int, Request] = {rank: FinishRequest(update_id=update_id) for rank in left}
+        return base.finish_parts({"": finishes, self.below: requests}, timeout_s)[self.below]
 
 
 class _Gathering:

@@ -1,0 +1,90 @@
+"""The receivers of one server's adapters, each made when its name is first asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+
+from weightsync.errors import ConfigError
+from weightsync.integrations.adapter_paths import check_name
+from weightsync.receiver import WeightReceiver
+
+MAX_ADAPTERS = 64
+
+
+class AdapterReceivers:
+    """At most MAX_ADAPTERS receivers by the names of adapters. Every method is thread-safe.
+
+    `make` makes the receiver of a name. `taken` are names that no adapter may have. A receiver that
+    holds nothing, and that no sender uses, gives its place to another one: what was refused to a
+    sender, and what was only asked about, does not stay.
+    """
+
+    def __init__(
+        self, make: Callable[[str], WeightReceiver], *, taken: Collection[str] = ()
+    ) -> None:
+        self._make = make
+        self._taken = frozenset(taken)
+        self._lock = threading.Lock()
+        self._receivers: dict[str, WeightReceiver] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names that have a receiver."""
+        with self._lock:
+            return list(self._receivers)
+
+    def get(self, name: str) -> WeightReceiver:
+        """Return the receiver of an adapter; the first call makes it.
+
+        Raises ConfigError for a name that is taken or is none, and where MAX_ADAPTERS are in use.
+        """
+        check_name(name)
+        if name in self._taken:
+            raise ConfigError(f"{name!r} is the name of the base model of this server")
+        with self._lock:
+            known = self._receivers.get(name)
+        if known is not None:
+            return known
+        made = self._make(name)
+        with self._lock:
+            found = self._receivers.setdefault(name, made)
+            full = len(self._receivers) > MAX_ADAPTERS
+            empty = [n for n, r in self._receivers.items() if n != name and _is_unused(r)]
+            dropped = [self._receivers.pop(n) for n in empty[:1]] if full else []
+            if full and not dropped:
+                del self._receivers[name]
+        if found is not made:
+            dropped.append(made)
+        for receiver in dropped:
+            receiver.close()
+        if full and not dropped:
+            made.close()
+            raise ConfigError(
+                f"this server holds {MAX_ADAPTERS} adapters, which is the most; unload one"
+            )
+        return found
+
+    def remove(self, name: str) -> bool:
+        """Close the receiver of an adapter, and forget it; return whether there was one."""
+        with self._lock:
+            receiver = self._receivers.get(name)
+        if receiver is None:
+            return False
+        receiver.close()
+        with self._lock:
+            ours = self._receivers.get(name) is receiver
+            if ours:
+                del self._receivers[name]
+        return ours
+
+    def close(self, *, for_good: bool = True) -> None:
+        """Close all receivers; see WeightReceiver.close."""
+        with self._lock:
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.close(for_good=for_good)
+
+
+def _is_unused(receiver: WeightReceiver) -> bool:
+    return not (receiver.version or receiver.open_update or receiver.status().senders)
