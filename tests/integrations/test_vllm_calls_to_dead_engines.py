@@ -19,6 +19,7 @@ class Client:
     """What of AsyncLLM is used; `answer` None is an engine that never answers."""
 
     answer: Any = None
+    generate: Any = None
 
     def __init__(self) -> None:
         self.errored = False
@@ -42,6 +43,8 @@ class Models:
 
     def __init__(self, engine_client: Any) -> None: ...
 
+    async def unload_lora_adapter(self, request: Any) -> None: ...
+
 
 @pytest.fixture
 def kind() -> type[Client]:
@@ -51,7 +54,7 @@ def kind() -> type[Client]:
     class MadeModels(Models):
         pass
 
-    adapter_models.install(Made, MadeModels)
+    adapter_models.install(Made, MadeModels, LookupError)
     return Made
 
 

@@ -39,6 +39,7 @@ def test_the_installed_vllm_has_all_names(part: names.Part) -> None:
 
 _IN_OBJECTS = {
     "BaseLinearLayerWithLoRA.base_layer",
+    "CompletionOutput.token_ids",
     "EngineCore.scheduler",
     "LinearBase.input_size",
     "LinearBase.output_size",
@@ -56,6 +57,7 @@ _IN_OBJECTS = {
     "QKVParallelLinear.output_sizes",
     "QKVParallelLinear.total_num_kv_heads",
     "Request.lora_request",
+    "RequestOutput.outputs",
     "Scheduler.requests",
     "VocabParallelEmbedding.embedding_dim",
     "VocabParallelEmbedding.org_vocab_size",

@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    MutableMapping,
+)
+from contextlib import aclosing
 from typing import Any
 
-from weightsync.errors import ConfigError, NotReadyError
+from weightsync.errors import ConfigError, NotReadyError, shorten
 from weightsync.integrations.adapter_paths import adapter_of, adapter_path
 from weightsync.integrations.vllm import rpc as vllm_rpc
 from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of, request_of
-from weightsync.integrations.vllm.adapter_versions import SERVED
+from weightsync.integrations.vllm.adapter_versions import SERVED, is_ours
 
 _ALIVE_S = 0.5
 
@@ -44,17 +52,29 @@ class SentAdapters:
                 yield AdapterPath(name, version)
 
     def refuse_taken(self, name: str) -> None:
-        """Raise ConfigError for the name of the base model, or of an adapter from a file."""
+        """Raise ConfigError for the name of the base model, or of an adapter from a file.
+
+        Also where a file has the name of one of its versions.
+        """
         models = self.models
         if models is None:
             return
         if models.is_base_model(name):
             raise ConfigError(f"{name!r} is the name of the base model of this server")
-        if isinstance(models.lora_requests, LoraRequests) and name in models.lora_requests.files:
+        requests = models.lora_requests
+        files = requests.files if isinstance(requests, LoraRequests) else {}
+        taken = [file for file in files if _adapter_named(file) == name]
+        if taken:
             raise ConfigError(
-                f"{name!r} is the name of an adapter that this server loaded from a file; unload "
-                "it (/v1/unload_lora_adapter), or send by another name"
+                f"{shorten(map(repr, taken))} is the name of an adapter that this server loaded "
+                "from a file; unload it (/v1/unload_lora_adapter), or send by another name"
             )
+
+
+def _adapter_named(model: str) -> str | None:
+    """Return the adapter that a model's name names, itself or a version of it; None for others."""
+    path = path_of(model)
+    return None if path is None else path.name
 
 
 class LoraRequests(MutableMapping[str, Any]):
@@ -82,8 +102,12 @@ class LoraRequests(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def __setitem__(self, name: str, request: Any) -> None:
-        if name not in self.files and self._sent.find(name) is not None:
-            raise ConfigError(f"the adapter {name!r} is sent by a trainer; unload it first")
+        adapter = _adapter_named(name)
+        if name not in self.files and adapter in self._sent.served:
+            raise ConfigError(
+                f"the adapter {adapter!r} is sent by a trainer; unload it first, or load the file "
+                "by another name"
+            )
         self.files[name] = request
 
     def __delitem__(self, name: str) -> None:
@@ -97,14 +121,20 @@ class LoraRequests(MutableMapping[str, Any]):
         if path.version is not None:
             raise ConfigError(f"{name!r} is one version of an adapter; unload {path.name!r}")
         self._sent.served.pop(path.name, None)
-        sent = vllm_rpc.Round(
-            nonce=secrets.token_hex(8), below=adapter_path(path.name), unload=True
-        )
-        task = asyncio.get_running_loop().create_task(
-            self._engine.collective_rpc(vllm_rpc.METHOD, None, (vllm_rpc.encode_round(sent),))
-        )
+        task = asyncio.get_running_loop().create_task(self._unload(path.name))
         self._unloads.add(task)  # the loop itself keeps a weak reference
-        task.add_done_callback(self._unloads.discard)
+
+    async def await_unloads(self) -> None:
+        """Wait until all workers have forgotten what was unloaded. Raises the error of a worker."""
+        unloads, self._unloads = self._unloads, set()
+        await asyncio.gather(*unloads)
+
+    async def _unload(self, name: str) -> None:
+        nonce = secrets.token_hex(8)
+        sent = vllm_rpc.Round(nonce=nonce, below=adapter_path(name), unload=True)
+        text = vllm_rpc.encode_round(sent)
+        results = await self._engine.collective_rpc(vllm_rpc.METHOD, None, (text,))
+        vllm_rpc.decode_answers(sent, results, peer="this vLLM")
 
 
 def _sent_of(engine: Any) -> SentAdapters:
@@ -146,14 +176,40 @@ async def _while_alive(engine: Any, call: Callable[[], Awaitable[Any]]) -> Any:
         task.cancel()
 
 
-def install(client: Any, models: Any) -> None:
+async def _find_later(engine: Any, model: str) -> bool:
+    """Whether the engine holds an adapter now, and not when it answered its last round."""
+    text = vllm_rpc.encode_round(vllm_rpc.Round(nonce=secrets.token_hex(8)))
+    await engine.collective_rpc(vllm_rpc.METHOD, None, (text,))
+    return _sent_of(engine).find(model) is not None
+
+
+async def _outputs_of(
+    engine: Any, given: Any, outputs: AsyncGenerator[Any], not_found: type[Exception]
+) -> AsyncIterator[Any]:
+    """Yield the outputs of a request of an adapter that is sent.
+
+    Raises `not_found` where the adapter was dropped after its name was looked up: of that, the
+    engine says no more than that the request is an error.
+    """
+    model = AdapterPath.parse(given.lora_path).model
+    async with aclosing(outputs):
+        async for output in outputs:
+            refused = any(o.finish_reason == "error" and not o.token_ids for o in output.outputs)
+            if refused and not await _find_later(engine, model):
+                raise not_found(f"The model `{model}` does not exist.")
+            yield output
+
+
+def install(client: Any, models: Any, not_found: type[Exception]) -> None:
     """Have the classes AsyncLLM and OpenAIServingModels know the adapters that are sent.
 
-    Idempotent. Raises AttributeError where they have not what is wrapped.
+    `not_found` is vLLM's error for a model that is not there. Idempotent. Raises AttributeError
+    where the classes have not what is wrapped.
     """
     if hasattr(client, "weightsync_adapters"):
         return
-    rpc, make = client.collective_rpc, models.__init__
+    rpc, generate = client.collective_rpc, client.generate
+    make, unload = models.__init__, models.unload_lora_adapter
 
     @functools.wraps(rpc)
     async def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +226,21 @@ def install(client: Any, models: Any) -> None:
         sent.models = self
         self.lora_requests = LoraRequests(self.lora_requests, sent, engine_client)
 
-    client.collective_rpc, models.__init__ = collective_rpc, init
+    @functools.wraps(generate)
+    def generate_named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs, given = generate(self, *args, **kwargs), kwargs.get("lora_request")
+        if given is None or not is_ours(given):
+            return outputs
+        return _outputs_of(self, given, outputs, not_found)
+
+    @functools.wraps(unload)
+    async def unload_lora_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = await unload(self, *args, **kwargs)
+        await self.lora_requests.await_unloads()
+        return answer
+
+    client.collective_rpc, client.generate = collective_rpc, generate_named
+    models.__init__, models.unload_lora_adapter = init, unload_lora_adapter
     client.weightsync_adapters = _sent_of
 
 

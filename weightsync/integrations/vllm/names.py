@@ -200,11 +200,19 @@ USED: Mapping[Part, Mapping[str, tuple[str, ...]]] = {
         "vllm.entrypoints.openai.models.serving": (
             "OpenAIServingModels.is_base_model",
             "OpenAIServingModels.lora_requests",
+            "OpenAIServingModels.unload_lora_adapter",
+        ),
+        "vllm.exceptions": ("VLLMNotFoundError",),
+        "vllm.outputs": (
+            "CompletionOutput.finish_reason",
+            "CompletionOutput.token_ids",
+            "RequestOutput.outputs",
         ),
         "vllm.v1.engine.async_llm": (
             "AsyncLLM.collective_rpc",
             "AsyncLLM.dead_error",
             "AsyncLLM.errored",
+            "AsyncLLM.generate",
         ),
         "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.add_request"),
     },

@@ -80,8 +80,9 @@ def _serve_adapters() -> None:
     from vllm.entrypoints.openai.models.serving import (  # noqa: PLC0415  # as above
         OpenAIServingModels,
     )
+    from vllm.exceptions import VLLMNotFoundError  # noqa: PLC0415  # as above
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  # as above
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415  # as above
 
-    adapter_models.install(AsyncLLM, OpenAIServingModels)
+    adapter_models.install(AsyncLLM, OpenAIServingModels, VLLMNotFoundError)
     adapter_models.install_offline(LLMEngine)
