@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+import requests
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,6 +41,7 @@ from tests.vllm.adapted import (
 from tests.vllm.tiny import PROMPT, change, expected, largest_difference
 from weightsync.integrations.adapters import unload_adapter
 from weightsync.serve.model import make_tiny_model
+from weightsync.transports.http import HttpTransport
 from weightsync.wire.messages import FinishRequest, UpdateRequest
 
 pytestmark = [pytest.mark.timeout(600), quiet_peft]
@@ -326,9 +328,15 @@ def test_ranks_that_the_config_does_not_tell_are_refused(trained: Trained) -> No
 
 
 def test_what_has_no_config_is_refused(trained: Trained) -> None:
+    served, model = trained.served, trained.model
+    with served.connect(model) as sender:
+        version = sender.send_weights().version
     tensors = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 64)}
-    with pytest.raises(ws.ManifestMismatchError, match=r"adapter_config\.json"):
-        ws.connect(Unnamed(tensors), to=trained.served.url, token=trained.served.token)
+    with pytest.raises(ws.ManifestMismatchError, match=r"adapter_config\.json") as refused:
+        ws.connect(Unnamed(tensors), to=served.url, token=served.token)
+    assert "\n" not in str(refused.value)
+    served.assert_serves("policy", expected(model), version=version)
+    served.assert_serves("tiny", base_of(model))
 
 
 def test_names_that_are_taken(trained: Trained) -> None:
@@ -358,6 +366,67 @@ def test_a_trainer_that_dies_in_an_update(trained: Trained, call: Any) -> None:
     with served.connect(model) as sender:
         sender.send_weights()
         served.assert_serves("policy", expected(model), version=sender.version)
+
+
+def test_a_worker_that_is_killed_between_stage_and_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends; each answer until then is of the version in use.
+
+    The server that is started in its place gets the adapter from the same sender.
+    """
+    model, token = tiny_adapted(), "a token of this test"
+    call, over = HttpTransport.call, False
+    answers: list[Told] = []
+    with server(want_token=False, WEIGHTSYNC_TOKEN=token) as (url, _, process):
+        served, port = Served(url, token), url.rpartition(":")[2]
+        worker = members(process)["worker 0.0"]
+        sender = served.connect(model, timeout_s=10)
+        train(model, 70)
+        sender.send_weights()
+        wanted = expected(model)
+
+        def killing(self: HttpTransport, request: Any, *, timeout_s: float) -> Any:
+            if isinstance(request, FinishRequest):
+                worker.kill()
+            return call(self, request, timeout_s=timeout_s)
+
+        def ask() -> None:
+            while not over:
+                try:
+                    answer = served.post("policy")
+                except requests.RequestException:
+                    return
+                if answer.status_code != 200:
+                    return
+                answers.append(told(answer.json()["choices"][0]))
+
+        with ThreadPoolExecutor(2) as pool:
+            asking = [pool.submit(ask) for _ in range(2)]
+            wait_until(lambda: len(answers) > 4, "no request is answered")
+            train(model, 71)
+            try:
+                monkeypatch.setattr(HttpTransport, "call", killing)
+                with pytest.raises(ws.WeightSyncError) as raised:
+                    sender.send_weights()
+                monkeypatch.undo()
+                assert "\n" not in str(raised.value)
+                assert process.wait(60) not in (0, None)
+            finally:
+                over = True
+            for each in asking:
+                each.result()
+        assert not worker.is_running()
+    for found in answers:
+        assert_told(found, wanted)
+    with (
+        sender,
+        server("--port", port, want_token=False, WEIGHTSYNC_TOKEN=token) as (url, _, _),
+    ):
+        served = Served(url, token)
+        assert served.post("policy").status_code == 404
+        served.assert_serves("tiny", base_of(model), version=0)
+        sender.send_weights()
+        served.assert_serves("policy", expected(model), version=sender.version)
+        served.assert_serves("tiny", base_of(model), version=0)
 
 
 def test_versions_in_a_row_grow_nothing(trained: Trained) -> None:

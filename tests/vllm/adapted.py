@@ -16,8 +16,10 @@ from tests.vllm.tiny import PROMPT, TOKENS, expected, largest_difference
 from weightsync.tensors import dtype_name
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+BLOCK = 128
+"""The tokens of one block of vLLM's cache on a CPU."""
 LONG = [(7 * i * i + 3) % 300 for i in range(140)]
-"""A prompt of more than one block of vLLM's cache on a CPU, which has 128 tokens."""
+"""A prompt of more than one block."""
 RANK = 8
 LARGEST_DIFFERENCE = 1e-4
 """
@@ -78,6 +80,11 @@ def assert_told(found: Told, wanted: Told) -> None:
 def assert_serves(served: Served, model: str, wanted: Told, prompt: Sequence[int] = PROMPT) -> None:
     """Assert that a server's model generates what PEFT does."""
     assert_told(served.complete(len(wanted[0]), model=model, prompt=prompt), wanted)
+
+
+def same(found: Told, wanted: Told) -> bool:
+    """Whether tokens are the same, and log-probabilities those of the same weights."""
+    return found[0] == wanted[0] and largest_difference(found[1], wanted[1]) < LARGEST_DIFFERENCE
 
 
 class Unnamed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -75,6 +76,23 @@ class Served:
         wanted, wanted_logprobs = expected(model, prompt)
         assert tokens == wanted
         assert largest_difference(logprobs, wanted_logprobs) < LARGEST_DIFFERENCE
+
+    def cached(self, queried: int = 0) -> tuple[int, int]:
+        """Return how many tokens vLLM looked for in its prefix cache, and how many it found.
+
+        Waits until it counts at least `queried`: it may count a request after its answer.
+        """
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            text = requests.get(f"{self.url}/metrics", timeout=ANSWER_S).text
+            looked_for, found = (
+                int(sum(map(float, re.findall(rf"(?m)^vllm:{name}_total\{{.*\}} (\S+)$", text))))
+                for name in ("prefix_cache_queries", "prefix_cache_hits")
+            )
+            if looked_for >= queried:
+                return looked_for, found
+            assert time.monotonic() < deadline, f"{looked_for} of {queried} tokens are counted"
+            time.sleep(0.05)
 
     @property
     def is_paused(self) -> bool:

@@ -19,10 +19,12 @@ import requests
 import weightsync as ws
 from tests.children import CONTEXT, load_beforehand
 from tests.vllm import victims
-from tests.vllm.adapted import Told, adapt, assert_serves, assert_told, base_of, train
+from tests.vllm.adapted import LONG, Told, adapt, assert_serves, assert_told, base_of, train
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import expected, make_model
 from weightsync.integrations.vllm.server import VllmHttpControl
+from weightsync.transports.factory import TransportFactory
+from weightsync.wire.messages import FinishRequest, Status, StatusRequest, StepReply
 
 load_beforehand("tests.vllm.victims")
 
@@ -166,6 +168,38 @@ def test_a_trainer_of_a_set_that_dies_leaves_both_old_or_both_new(held: Held, fa
             sender.send_weights()
         assert_serves(served, "tiny", base_of(model))
         assert_serves(served, "policy", expected(model))
+
+
+def test_a_sender_of_the_adapter_finishes_a_dead_set_as_an_update_of_the_model(held: Held) -> None:
+    """As it does where another server of the set has committed it."""
+    served, model = held.served, held.model
+    victim = CONTEXT.Process(
+        target=victims.send_set_until_killed,
+        args=(served.url, str(held.folder), 320, "collective_rpc 3"),
+        daemon=True,
+    )
+    victim.start()
+    victim.join(120)
+    assert victim.exitcode == -signal.SIGKILL
+    victims.train_set(model, 320)
+    for _ in range(2):  # the second time from the cache
+        assert_serves(served, "tiny", base_of(model, LONG), LONG)
+    transports = TransportFactory(None, below="adapters/policy").every(served.url)
+    statuses = [transport.call(StatusRequest(), timeout_s=30) for transport in transports]
+    (update_id,) = {status.update_id for status in statuses if isinstance(status, Status)}
+    finish = FinishRequest(update_id=update_id)
+    with ThreadPoolExecutor(len(transports)) as pool:
+        calls = [pool.submit(t.call, finish, timeout_s=60) for t in transports]
+        replies = [call.result() for call in calls]
+    for transport in transports:
+        transport.close()
+    (version,) = {reply.version for reply in replies if isinstance(reply, StepReply)}
+    victims.train_set(model, 321)
+    assert not served.is_paused
+    assert served.get("weight_info") == {"weight_version": str(version)}
+    assert_serves(served, "tiny", base_of(model, LONG), LONG)
+    assert_serves(served, "policy", expected(model))
+    held.base = base_of(model)
 
 
 def workers_of(served: Served) -> list[psutil.Process]:

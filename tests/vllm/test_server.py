@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import weightsync as ws
+from tests.vllm.adapted import adapt
 from tests.vllm.served import Served, vllm_server
 from tests.vllm.tiny import change, expected, largest_difference, make_model
 from weightsync.errors import ConfigError, ManifestMismatchError, ProtocolError, RemoteError
@@ -57,6 +59,15 @@ def server(
     log = folder / "server.log"
     with vllm_server(folder, log, workers=request.param) as served:
         yield Server(served, model, request.param)
+
+
+def test_an_adapter_is_refused_by_a_server_without_lora(server: Server) -> None:
+    source = ws.AdapterSource(adapt(copy.deepcopy(server.model)), name="policy")
+    with pytest.raises(ConfigError, match=r"without LoRA.*--enable-lora") as refused:
+        ws.connect(source, to=server.served.url)
+    assert "\n" not in str(refused.value)
+    server.served.assert_computes(server.model)
+    assert [model["id"] for model in server.served.get("v1/models")["data"]] == ["tiny"]
 
 
 @pytest.mark.parametrize("scheme", ["", "vllm+"])
