@@ -373,9 +373,9 @@ def test_a_worker_that_is_killed_between_stage_and_swap(monkeypatch: pytest.Monk
 
     The server that is started in its place gets the adapter from the same sender.
     """
-    model, token = tiny_adapted(), "a token of this test"
+    model, token = tiny_adapted(), "a-token-of-this-test"
     call, over = HttpTransport.call, False
-    answers: list[Told] = []
+    choices: list[Any] = []
     with server(want_token=False, WEIGHTSYNC_TOKEN=token) as (url, _, process):
         served, port = Served(url, token), url.rpartition(":")[2]
         worker = members(process)["worker 0.0"]
@@ -397,11 +397,11 @@ def test_a_worker_that_is_killed_between_stage_and_swap(monkeypatch: pytest.Monk
                     return
                 if answer.status_code != 200:
                     return
-                answers.append(told(answer.json()["choices"][0]))
+                choices.append(answer.json()["choices"][0])
 
         with ThreadPoolExecutor(2) as pool:
             asking = [pool.submit(ask) for _ in range(2)]
-            wait_until(lambda: len(answers) > 4, "no request is answered")
+            wait_until(lambda: len(choices) > 4, "no request is answered")
             train(model, 71)
             try:
                 monkeypatch.setattr(HttpTransport, "call", killing)
@@ -415,8 +415,12 @@ def test_a_worker_that_is_killed_between_stage_and_swap(monkeypatch: pytest.Monk
             for each in asking:
                 each.result()
         assert not worker.is_running()
-    for found in answers:
-        assert_told(found, wanted)
+    for choice in choices:
+        found = told(choice)
+        if choice["finish_reason"] == "abort":  # what was under way ends where it is
+            assert_told(found, (wanted[0][: len(found[0])], wanted[1][: len(found[1])]))
+        else:
+            assert_told(found, wanted)
     with (
         sender,
         server("--port", port, want_token=False, WEIGHTSYNC_TOKEN=token) as (url, _, _),
