@@ -539,20 +539,51 @@ class TestSources:
             assert sender.send_weights().verified == "held"
 
     @pytest.mark.parametrize("packed", [True, False])
-    def test_another_form_of_the_same_memory_is_seen_after_many_updates(self, packed: bool) -> None:
+    def test_another_shape_of_the_same_memory_is_refused(self, packed: bool) -> None:
         server, model = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         receiver = ws.WeightReceiver(server)
         with ws.connect(model, to=receiver.handle, packed=packed) as sender:
             for _ in range(3):
                 sender.send_weights()
-            square = model.weight.data
-            model.weight.data = square.view(2, 8)
+            model.weight.data = model.weight.data.view(2, 8)
             with pytest.raises(ws.ManifestMismatchError, match="new shape"):
                 sender.send_weights()
-            model.weight.data = square.t()
+
+    @pytest.mark.parametrize("replaced", [True, False])
+    @pytest.mark.parametrize("turn", ["transposed", "expanded", "negated", "other dtype"])
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_a_parameter_that_is_turned_round_in_its_memory(
+        self, packed: bool, turn: str, replaced: bool
+    ) -> None:
+        """What is sent are its values, and the trainer's own are as they were."""
+        server, model = (nn.Linear(64, 64, bias=False, dtype=torch.float16) for _ in range(2))
+        turned: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "transposed": lambda t: t.t(),
+            "expanded": lambda t: t[:1].expand(64, 64),
+            "negated": torch._neg_view,
+            "other dtype": lambda t: t.view(torch.bfloat16),
+        }
+        receiver = ws.WeightReceiver(server)
+        with ws.connect(model, to=receiver.handle, packed=packed) as sender:
             for _ in range(2):
+                sender.send_weights()
+            now = turned[turn](model.weight.data)
+            if replaced:
+                model.weight = nn.Parameter(now)
+            else:
+                model.weight.data = now
+            wanted = now.clone()
+            if replaced and turn == "other dtype":
+                with pytest.raises(ws.ManifestMismatchError):
+                    sender.send_weights()
+                return
+            for _ in range(3):
                 assert sender.send_weights().verified == "held"
-                assert torch.equal(server.weight, square.t())
+                assert torch.equal(model.weight, wanted)
+                assert torch.equal(server.weight, wanted.half())
+            model.weight.data = torch.randn(64, 64, dtype=torch.float16)
+            assert sender.send_weights().verified == "held"
+            assert torch.equal(server.weight, model.weight)
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_an_update_looks_at_the_source_once(

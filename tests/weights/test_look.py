@@ -87,7 +87,7 @@ def test_where_torch_has_no_such_call_nothing_is_known(monkeypatch: pytest.Monke
 
 
 def test_grad_mode_is_no_form() -> None:
-    found = some()
+    found: list[torch.Tensor] = [nn.Parameter(tensor) for tensor in some()]
     with torch.enable_grad():
         forms = noted(found)
     with torch.no_grad():

@@ -18,18 +18,25 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weightsync.errors import ManifestMismatchError
+from weightsync.errors import ManifestMismatchError, TransferError
 from weightsync.runtime.optimizer_steps import held_back
 from weightsync.shm.segment import Segment, live_segments
 
 logger = logging.getLogger(__name__)
 
 _SHAPE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STEP_S = 5.0
 """How long `close` waits for an optimizer step of another thread."""
 _OWN_REFERENCES = 2
 """Use count of a storage with a single tensor: the tensor, and Python's wrapper of the storage."""
+
+
+def _is_plain(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor at the address of `view` are those that `view` reads."""
+    lazy = tensor.is_neg() or tensor.is_conj()
+    return tensor.dtype is view.dtype and tensor.is_contiguous() and not lazy
 
 
 @contextmanager
@@ -88,6 +95,7 @@ class SharedStream:
         self._addresses = [view.data_ptr() for view in self._views]
         self._part_addresses = [flat.data_ptr() for flat in self.tensors]
         self._shapes = [view.shape for view in self._views]
+        self._dtypes = [view.dtype for view in self._views]
 
     @property
     def adopted(self) -> frozenset[int]:
@@ -126,7 +134,7 @@ class SharedStream:
 
         A tensor that was moved out of the segment (new storage, shape or stride) is copied and
         moved here again. `addresses` are those of the tensors, where it is known that they have
-        their shapes here and are contiguous.
+        their shapes here and are contiguous, after `occupied` was False.
         """
         if len(self._adopted) == len(self._views) and (
             addresses == self._addresses or self._all_in_place(tensors)
@@ -137,7 +145,7 @@ class SharedStream:
         places = zip(tensors, self._addresses, self._shapes, strict=True)
         for i, (tensor, address, shape) in enumerate(places):
             in_place = tensor.data_ptr() == address and tensor.shape == shape
-            if not (in_place and tensor.is_contiguous() and i in self._adopted):
+            if not (in_place and _is_plain(tensor, self._views[i]) and i in self._adopted):
                 copied += self._copy_or_move(i, tensor, _companions(tensor, known))
         return copied
 
@@ -146,23 +154,34 @@ class SharedStream:
         return (
             list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
             and all(map(operator.eq, map(_SHAPE, tensors), self._shapes))
-            and all(map(torch.Tensor.is_contiguous, tensors))
+            and self._are_plain(tensors)
+        )
+
+    def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return `_is_plain` of all tensors, without a loop in Python."""
+        return (
+            all(map(torch.Tensor.is_contiguous, tensors))
+            and list(map(_DTYPE, tensors)) == self._dtypes
+            and not any(map(torch.Tensor.is_neg, tensors))
+            and not any(map(torch.Tensor.is_conj, tensors))
         )
 
     @_plain_tensors()
     def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether another tensor still uses the place of a tensor that was moved away.
+        """Return whether a place is used by other than the tensor that was moved there, as it was.
 
-        After `aside = p.data; p.data = averaged`, `aside` uses the place of `p`. A copy of `p` to
-        its place would overwrite `aside`, so the caller makes a new stream. Called before
-        `refresh`.
+        After `aside = p.data; p.data = averaged`, `aside` uses the place of `p`. After
+        `p.data = p.data.t()`, `p` itself does, in another order. A copy of `p` to its place would
+        overwrite what lies there, so the caller makes a new stream. Called before `refresh`.
         """
         if list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
-            return False
+            return not self._are_plain(tensors)
         with held_back() as no_step_runs:
             for i, moved in self._adopted.items():
                 adopted = moved[0]
                 if tensors[i].data_ptr() == self._addresses[i]:
+                    if not _is_plain(tensors[i], self._views[i]):
+                        return True
                     continue
                 replaced = adopted is not tensors[i] and no_step_runs
                 if replaced and adopted.data_ptr() == self._addresses[i]:
@@ -240,6 +259,12 @@ class SharedStream:
             )
         if tensor.numel() == 0:
             return 0
+        if tensor.data_ptr() == self._addresses[index] and not _is_plain(tensor, view):
+            # `occupied` found this before the update began, or another thread has just done it.
+            raise TransferError(
+                f"tensor {index} was turned round in its memory (transposed, viewed as another "
+                "dtype) while an update began; send it again"
+            )
         with held_back() as no_step_runs:  # a running step writes to the tensor's old memory
             view.copy_(tensor.detach())
             if no_step_runs and self._adopt and self._movable(index, tensor, companions):
