@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import weightsync as ws
+from weightsync.integrations.vllm import adapter_versions, rpc
 from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of
 from weightsync.integrations.vllm.adapter_versions import KEPT_VARIABLE, AdapterVersions, kept_of
 
@@ -72,6 +75,18 @@ def test_an_unloaded_adapter_is_kept_for_its_requests_alone() -> None:
         versions.accept("r", "weightsync://policy")
     assert versions.keep([one]) == [other, one]
     assert versions.keep([]) == [other]
+
+
+def test_an_unload_that_a_worker_refuses_changes_nothing() -> None:
+    engine = SimpleNamespace(scheduler=SimpleNamespace(requests={}))
+    versions = adapter_versions._versions_of(engine)
+    one, two = version(1), version(2)
+    versions.answered(held("policy", [[one, two]]))
+    unload = rpc.encode_round(rpc.Round(nonce="0", below="adapters/policy", unload=True))
+    refusal = [rpc.encode_refusal(ws.ConfigError("not now"))]
+    assert adapter_versions._pass_on(lambda _: refusal, engine, unload) == refusal
+    assert versions.served == {"policy": [one, two]}
+    assert current(versions) == two
 
 
 def test_a_version_that_is_sent_again_is_the_newest() -> None:

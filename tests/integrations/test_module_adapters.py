@@ -15,7 +15,12 @@ from tests.crew import crew
 from tests.integrations.test_adapter_source import KINDS, adapted, sharded_model
 from tests.integrations.test_huggingface import llama, quiet_peft, train
 from weightsync.integrations.adapter_receivers import MAX_ADAPTERS
-from weightsync.integrations.module_adapters import AdaptedModule, ModuleAdapters
+from weightsync.integrations.module_adapters import (
+    AdaptedModule,
+    ModuleAdapters,
+    ModuleAdapterSink,
+)
+from weightsync.update import session
 
 pytestmark = quiet_peft
 
@@ -187,6 +192,30 @@ def test_a_version_is_held_until_it_is_forgotten() -> None:
     assert [held.retired for held in adapters.held()] == [True, True]
     assert adapters.get(third.key).layers is third.layers
     adapters.unload("policy")
+    adapters.close()
+
+
+def test_a_commit_that_an_unload_does_not_wait_for_arrives_retired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = adapted("patterns").eval()
+    served: Any = llama()
+    adapters = ModuleAdapters(served.eval())
+    take, unloads = ModuleAdapterSink.take, list[threading.Thread]()
+
+    def slow(sink: ModuleAdapterSink) -> Any:
+        unloads.append(threading.Thread(target=adapters.unload, args=("policy",)))
+        unloads[0].start()
+        unloads[0].join(60)  # as long as the commit waits for a reader of the base model
+        return take(sink)
+
+    monkeypatch.setattr(session, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(ModuleAdapterSink, "take", slow)
+    receiver = adapters.receiver("policy")
+    with ws.connect(ws.AdapterSource(model, name="policy"), to=receiver) as sender:
+        sender.send_weights()
+    assert not unloads[0].is_alive()
+    assert [(held.version, held.retired) for held in adapters.held()] == [(1, True)]
     adapters.close()
 
 

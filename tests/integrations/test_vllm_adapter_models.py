@@ -109,6 +109,7 @@ def test_an_unload_that_a_worker_refuses_is_an_error(monkeypatch: pytest.MonkeyP
         with pytest.raises(ws.ConfigError, match="not now"):
             await made.models.unload_lora_adapter("policy")
         await made.models.lora_requests.await_unloads()  # it is told once
+        assert "policy" in made.models.lora_requests
 
     asyncio.run(run())
 

@@ -65,6 +65,11 @@ class AdapterReceivers:
             )
         return found
 
+    def has(self, name: str, receiver: WeightReceiver) -> bool:
+        """Whether an adapter has this very receiver."""
+        with self._lock:
+            return self._receivers.get(name) is receiver
+
     def remove(self, name: str) -> bool:
         """Close the receiver of an adapter, and forget it; return whether there was one."""
         with self._lock:

@@ -96,10 +96,9 @@ class ModuleAdapters:
     def unload(self, name: str) -> None:
         """Retire all versions of an adapter, and close its receiver. None of the name is no error.
 
-        Raises UpdateConflictError, and changes nothing, in an update of it.
+        An update of it that is open is aborted. One that is committed at this time arrives retired.
         """
-        if not self._receivers.remove(name):
-            return
+        self._receivers.remove(name)
         with self._lock:
             for key, held in self._held.items():
                 if held.name == name:
@@ -134,11 +133,14 @@ class ModuleAdapters:
             with self._lock:
                 self._commits += 1
                 key = f"{name}@{version}#{self._commits}"
-                self._held[key] = HeldAdapter(name, version, key, layers)
+                # A commit may wait for readers for longer than an unload waits for it.
+                gone = not self._receivers.has(name, receiver)
+                self._held[key] = HeldAdapter(name, version, key, layers, retired=gone)
             added[:] = [key]
 
         sink = ModuleAdapterSink(self._modules, undo=lambda: self.forget(added))
-        return WeightReceiver(sink, apply="staged", on_commit=commit, beside=self._beside)
+        receiver = WeightReceiver(sink, apply="staged", on_commit=commit, beside=self._beside)
+        return receiver
 
 
 class ModuleAdapterSink(AdapterSink[Mapping[str, LoraLayer]]):

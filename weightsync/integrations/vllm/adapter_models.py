@@ -120,8 +120,8 @@ class LoraRequests(MutableMapping[str, Any]):
             raise KeyError(name)
         if path.version is not None:
             raise ConfigError(f"{name!r} is one version of an adapter; unload {path.name!r}")
-        self._sent.served.pop(path.name, None)
-        task = asyncio.get_running_loop().create_task(self._unload(path.name))
+        paths = self._sent.served.pop(path.name)
+        task = asyncio.get_running_loop().create_task(self._unload(path.name, paths))
         self._unloads.add(task)  # the loop itself keeps a weak reference
 
     async def await_unloads(self) -> None:
@@ -129,12 +129,16 @@ class LoraRequests(MutableMapping[str, Any]):
         unloads, self._unloads = self._unloads, set()
         await asyncio.gather(*unloads)
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, name: str, paths: list[str]) -> None:
         nonce = secrets.token_hex(8)
         sent = vllm_rpc.Round(nonce=nonce, below=adapter_path(name), unload=True)
         text = vllm_rpc.encode_round(sent)
-        results = await self._engine.collective_rpc(vllm_rpc.METHOD, None, (text,))
-        vllm_rpc.decode_answers(sent, results, peer="this vLLM")
+        try:
+            results = await self._engine.collective_rpc(vllm_rpc.METHOD, None, (text,))
+            vllm_rpc.decode_answers(sent, results, peer="this vLLM")
+        except Exception:
+            self._sent.served.setdefault(name, paths)  # it is still there
+            raise
 
 
 def _sent_of(engine: Any) -> SentAdapters:

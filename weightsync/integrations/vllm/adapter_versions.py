@@ -93,10 +93,17 @@ class AdapterVersions:
         with self._lock:
             self._held = {name: paths for name, paths in common.items() if paths}
 
-    def unloaded(self, name: str) -> None:
-        """Forget an adapter: no further request may use it."""
+    def unloaded(self, name: str) -> Callable[[], None]:
+        """Forget an adapter: no further request may use it. Return what takes that back."""
         with self._lock:
-            self._held.pop(name, None)
+            paths = self._held.pop(name, None)
+
+        def take_back() -> None:
+            with self._lock:
+                if paths is not None:
+                    self._held.setdefault(name, paths)
+
+        return take_back
 
 
 def kept_of(environment: Mapping[str, str]) -> int:
@@ -178,6 +185,7 @@ def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
     adapters it goes with the versions that workers keep.
     """
     sent = vllm_rpc.find_adapter_round(text)
+    take_back: Callable[[], None] | None = None
     if sent is not None:
         try:
             names = [adapter_of(path) for path in sent.adapters]
@@ -185,13 +193,16 @@ def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
         except ConfigError as exc:
             return [vllm_rpc.encode_refusal(exc)]
         if sent.unload:
-            versions.unloaded(names[0])
+            take_back = versions.unloaded(names[0])
         requests = [request.lora_request for request in engine.scheduler.requests.values()]
         running = {given.lora_path for given in requests if given is not None and is_ours(given)}
         text = vllm_rpc.encode_round(msgspec.structs.replace(sent, kept=versions.keep(running)))
     results = call(str(text))
     known = isinstance(results, list) and hasattr(engine, "_weightsync_versions")
-    if known and not any(map(vllm_rpc.is_refusal, results)):
+    refused = known and any(map(vllm_rpc.is_refusal, results))
+    if refused and take_back is not None:
+        take_back()
+    if known and not refused:
         versions = _versions_of(engine)
         versions.answered([result.get("adapters", {}) for result in results])
         for result in results:
