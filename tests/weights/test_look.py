@@ -20,9 +20,9 @@ def some() -> list[torch.Tensor]:
 
 def noted(found: list[torch.Tensor]) -> KnownForms:
     forms = KnownForms()
-    assert not forms.same(found)
+    assert not forms.look(found).known
     forms.note(found)
-    assert forms.same(found)
+    assert forms.look(found).known
     return forms
 
 
@@ -31,8 +31,8 @@ def test_other_values_and_other_memory_are_the_same_form() -> None:
     forms = noted(found)
     found[0].add_(1)
     found[1].data = torch.zeros(ROWS, COLUMNS)
-    assert forms.same(found)
-    assert forms.same(some())
+    assert forms.look(found).known
+    assert forms.look(some()).known
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -54,18 +54,18 @@ def test_another_form_of_one_is_seen(what: str, at: int) -> None:
     found = some()
     forms = noted(found)
     found[at] = nn.Parameter(CHANGES[what](found[at].data), requires_grad=False)
-    assert not forms.same(found)
+    assert not forms.look(found).known
     forms.note(found)
-    assert forms.same(found)
+    assert forms.look(found).known
 
 
 def test_another_number_or_class_is_seen() -> None:
     found = some()
     forms = noted(found)
-    assert not forms.same(found[:-1])
-    assert not forms.same([*found, found[0]])
-    assert not forms.same([*found[:-1], nn.Buffer(found[-1].detach())])
-    assert not forms.same([])
+    assert not forms.look(found[:-1]).known
+    assert not forms.look([*found, found[0]]).known
+    assert not forms.look([*found[:-1], nn.Buffer(found[-1].detach())]).known
+    assert not forms.look([]).known
 
 
 class Scaled(torch.Tensor):
@@ -76,14 +76,14 @@ def test_of_subclasses_nothing_is_known() -> None:
     found = [torch.zeros(2).as_subclass(Scaled)]
     forms = KnownForms()
     forms.note(found)
-    assert not forms.same(found)
+    assert not forms.look(found).known
 
 
 def test_where_torch_has_no_such_call_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "_GUARDS", None)
     found, forms = some(), KnownForms()
     forms.note(found)
-    assert not forms.same(found)
+    assert not forms.look(found).known
 
 
 def test_grad_mode_is_no_form() -> None:
@@ -91,4 +91,4 @@ def test_grad_mode_is_no_form() -> None:
     with torch.enable_grad():
         forms = noted(found)
     with torch.no_grad():
-        assert forms.same(found)
+        assert forms.look(found).known

@@ -70,18 +70,16 @@ class AdapterReceivers:
         with self._lock:
             return self._receivers.get(name) is receiver
 
-    def remove(self, name: str) -> bool:
-        """Close the receiver of an adapter, and forget it; return whether there was one."""
+    def remove(self, name: str) -> None:
+        """Close the receiver of an adapter, if there is one, and forget it."""
         with self._lock:
             receiver = self._receivers.get(name)
         if receiver is None:
-            return False
+            return
         receiver.close()
         with self._lock:
-            ours = self._receivers.get(name) is receiver
-            if ours:
+            if self._receivers.get(name) is receiver:
                 del self._receivers[name]
-        return ours
 
     def close(self, *, for_good: bool = True) -> None:
         """Close all receivers; see WeightReceiver.close."""

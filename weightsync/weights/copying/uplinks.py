@@ -71,7 +71,7 @@ class HostLinks:
 
     @property
     def least_imbalance(self) -> float:
-        """What `imbalance` is at least, whichever owners are chosen."""
+        """The smallest `imbalance` that any choice of owners can have."""
         return self._of_mean(self.least_sent)
 
     def _of_mean(self, nbytes: float) -> float:

@@ -25,7 +25,7 @@ _GUARDS: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 class Look(NamedTuple):
-    """What tensors were at one time.
+    """The state of tensors at one time.
 
     `versions` are -1 for inference tensors, which have none, and empty where they were not asked
     for. `addresses` are 0 for tensors of classes without memory of their own. `known`: all have the
@@ -56,11 +56,6 @@ class KnownForms:
         self._count = 0
         self._contiguous = False
         self._dtypes: list[torch.dtype] = []
-
-    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether they have the forms of those of the last `note`; False if it cannot be told."""
-        blocks = zip(self._guards, _blocks(tensors), strict=False)
-        return self._are_as_many(tensors) and all(guard.check(*block) for guard, block in blocks)
 
     def look(
         self, tensors: Sequence[torch.Tensor], *, versions: bool = True, compares: bool = True
