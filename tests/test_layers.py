@@ -42,7 +42,7 @@ LAYERS = (
     layer("errors", "specs", "report", mutual=True, stdlib_only=True),
     layer("runtime"),
     layer("wire", ban="torch"),
-    layer("tensors"),
+    layer("tensors", "look", mutual=True),
     layer("shm", "arguments"),
     layer("cuda"),
     layer("profiling", "weights"),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from weightsync.cuda import devices
 from weightsync.errors import ManifestMismatchError, VerificationError, shorten
+from weightsync.look import Look
 from weightsync.ranks.comm import (
     CancelFlag,
     Cancellation,
@@ -47,7 +48,6 @@ from weightsync.weights.sources.cast import CastSource
 from weightsync.weights.sources.declared import Declared
 from weightsync.weights.sources.exchange import decode_holdings, encode_holdings, placed_from
 from weightsync.weights.sources.finite import CheckFinite, not_finite
-from weightsync.weights.sources.look import Look
 from weightsync.weights.sources.packer import check_number, check_whole
 from weightsync.weights.sources.wrapping import converted, forget_changes, innermost
 from weightsync.weights.tensor_kinds import check_sendable

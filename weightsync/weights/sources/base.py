@@ -16,6 +16,7 @@ from torch import nn
 from weightsync.arguments import Dtype, as_dtype
 from weightsync.cuda.wait import wait_for
 from weightsync.errors import ConfigError, ManifestMismatchError, TransferError, shorten
+from weightsync.look import KnownForms, Look, address_of, version_of
 from weightsync.runtime import optimizer_steps
 from weightsync.runtime.optimizer_steps import StepWindow, storage_address, stored_at
 from weightsync.runtime.provided import provided
@@ -50,7 +51,6 @@ from weightsync.weights.sources.declared import (
     union_of,
 )
 from weightsync.weights.sources.holdings import Holdings, Places, holdings_of
-from weightsync.weights.sources.look import KnownForms, Look, address_of, version_of
 from weightsync.weights.tensor_kinds import (
     check_readable,
     check_sendable,

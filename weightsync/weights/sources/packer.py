@@ -19,6 +19,7 @@ import torch
 from weightsync.cuda.staging import CopyWork, StagedBuckets
 from weightsync.cuda.wait import wait_for_stream
 from weightsync.errors import ManifestMismatchError, shorten
+from weightsync.look import KnownForms, Look
 from weightsync.specs import TensorSpec
 from weightsync.tensors import (
     TORCH_DTYPES,
@@ -40,7 +41,6 @@ from weightsync.weights.copying.fingerprint import xxh3
 from weightsync.weights.copying.fused import Batch, bucket_reader, chunk_batches
 from weightsync.weights.copying.layout import Chunk, StreamLayout, TensorSlice, aligned
 from weightsync.weights.sources.base import NamedTensors
-from weightsync.weights.sources.look import KnownForms, Look
 from weightsync.weights.tensor_kinds import check_sendable, no_memory
 
 Acquire = Callable[[int], int]

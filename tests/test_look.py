@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.weights.sources import look
-from weightsync.weights.sources.look import KnownForms
+from weightsync import look
+from weightsync.look import KnownForms
 
 ROWS, COLUMNS, COUNT = 4, 4, 3
 
