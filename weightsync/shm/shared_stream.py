@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.errors import ManifestMismatchError, TransferError
+from weightsync.look import KnownForms
 from weightsync.runtime.optimizer_steps import held_back
 from weightsync.shm.segment import Segment, live_segments
 
@@ -96,6 +97,7 @@ class SharedStream:
         self._part_addresses = [flat.data_ptr() for flat in self.tensors]
         self._shapes = [view.shape for view in self._views]
         self._dtypes = [view.dtype for view in self._views]
+        self._forms = KnownForms()
 
     @property
     def adopted(self) -> frozenset[int]:
@@ -166,6 +168,13 @@ class SharedStream:
             and not any(map(torch.Tensor.is_conj, tensors))
         )
 
+    def _note_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return `_are_plain`; where it is true, the next look tells it in one question."""
+        plain = self._are_plain(tensors)
+        if plain:
+            self._forms.note(tensors)
+        return plain
+
     @_plain_tensors()
     def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether a place is used by other than the tensor that was moved there, as it was.
@@ -174,8 +183,9 @@ class SharedStream:
         `p.data = p.data.t()`, `p` itself does, in another order. A copy of `p` to its place would
         overwrite what lies there, so the caller makes a new stream. Called before `refresh`.
         """
-        if list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
-            return not self._are_plain(tensors)
+        look = self._forms.look(tensors, versions=False)
+        if look.addresses == self._addresses:
+            return not (look.known or self._note_plain(tensors))
         with held_back() as no_step_runs:
             for i, moved in self._adopted.items():
                 adopted = moved[0]
