@@ -92,3 +92,18 @@ def test_grad_mode_is_no_form() -> None:
         forms = noted(found)
     with torch.no_grad():
         assert forms.look(found).known
+
+
+@pytest.mark.parametrize("of", ["transposed", "negated", "conjugated"])
+def test_only_bytes_in_the_order_of_the_tensor_are_plain(of: str) -> None:
+    made = {
+        "transposed": lambda t: t.t(),
+        "negated": torch._neg_view,
+        "conjugated": lambda t: t.to(torch.complex64).conj(),
+    }
+    found = some()
+    assert noted(found).look(found).plain
+    found[1].data = made[of](found[1].data)
+    seen = noted(found).look(found)
+    assert seen.known
+    assert not seen.plain

@@ -29,14 +29,15 @@ class Look(NamedTuple):
 
     `versions` are -1 for inference tensors, which have none, and empty where they were not asked
     for. `addresses` are 0 for tensors of classes without memory of their own. `known`: all have the
-    forms that were noted last; `contiguous`: and these are contiguous.
+    forms that were noted last; `plain`: and their bytes lie in memory in the order of the tensors,
+    as they are: all are contiguous, and none is a negated or conjugated view.
     """
 
     versions: list[int]
     addresses: list[int]
     dtypes: list[torch.dtype]
     known: bool = False
-    contiguous: bool = False
+    plain: bool = False
 
     def differ(self, then: Look) -> bool:
         """Whether any tensor was written to, moved or cast since another look at the same ones."""
@@ -54,7 +55,7 @@ class KnownForms:
     def __init__(self) -> None:
         self._guards: list[Any] = []
         self._count = 0
-        self._contiguous = False
+        self._plain = False
         self._dtypes: list[torch.dtype] = []
 
     def look(
@@ -72,7 +73,7 @@ class KnownForms:
                 found.dtypes.extend(self._dtypes[i * BLOCK : i * BLOCK + len(block)])
             else:
                 found.dtypes.extend(map(_DTYPE, block))
-        return found._replace(known=same, contiguous=same and self._contiguous)
+        return found._replace(known=same, plain=same and self._plain)
 
     def note(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remember the forms of these tensors."""
@@ -80,7 +81,7 @@ class KnownForms:
         make = getattr(_GUARDS, "TensorGuards", None)
         if make is None or not PLAIN_CLASSES.issuperset(map(type, tensors)):
             return
-        self._contiguous = all(map(torch.Tensor.is_contiguous, tensors))
+        self._plain = are_plain(tensors)
         self._dtypes = list(map(_DTYPE, tensors))
         self._guards = [
             make(
@@ -108,6 +109,15 @@ def _of_each(
         return list(map(fast, block))
     except (RuntimeError, NotImplementedError):
         return list(map(careful, block))
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are contiguous, and none is a negated or conjugated view: no loop in Python."""
+    return (
+        all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(torch.Tensor.is_conj, tensors))
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -599,6 +599,7 @@ class SourceOfUpdate:
 
     def refresh(self, *, passes: int = 1) -> None:
         """Forget the last update; `passes` is how often the next one reads the tensors."""
+        self._watch.end()  # of an update that did not begin on all ranks: its look is of that time
         self._stable, self._is_whole = None, False
         self._compares = passes > 1
         self._fingerprints, self._passes, self._differ = [], 0, []

@@ -124,10 +124,9 @@ class UpdateSource:
         return {}
 
     def open(self) -> WeightSource:
-        """Watch the tensors for changes, and return the source that the engines read."""
+        """Return the source that the engines read. The model's tensors are watched before."""
         if self._comparison is not None:
             self._comparison.begin()
-        self._model.watch(None, reads=self.is_read)
         if self.is_read:
             self._model.look_before()  # a receiver in place reads it
         return self._model

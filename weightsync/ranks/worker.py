@@ -708,8 +708,10 @@ class RankWorker:
                 if self._streamed is not None and self._collective is not None:
                     self._streamed.gather(self._collective.meet)  # the estimate looks at them
                 offer = self._own_offer(command.offer)
+                self.sent.watch(None, reads=bool(self.reading))
                 found = self._before_begin(command, offer)
                 if found.moved:
+                    self.sent.end_watch()
                     self.reading = {}
                     return CommandResult(moved=True)
                 task = command.delta

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.errors import ManifestMismatchError, TransferError
-from weightsync.look import KnownForms
+from weightsync.look import Look, are_plain
 from weightsync.runtime.optimizer_steps import held_back
 from weightsync.shm.segment import Segment, live_segments
 
@@ -97,7 +97,6 @@ class SharedStream:
         self._part_addresses = [flat.data_ptr() for flat in self.tensors]
         self._shapes = [view.shape for view in self._views]
         self._dtypes = [view.dtype for view in self._views]
-        self._forms = KnownForms()
 
     @property
     def adopted(self) -> frozenset[int]:
@@ -136,7 +135,7 @@ class SharedStream:
 
         A tensor that was moved out of the segment (new storage, shape or stride) is copied and
         moved here again. `addresses` are those of the tensors, where it is known that they have
-        their shapes here and are contiguous, after `occupied` was False.
+        their shapes here, after `occupied` was False.
         """
         if len(self._adopted) == len(self._views) and (
             addresses == self._addresses or self._all_in_place(tensors)
@@ -161,31 +160,22 @@ class SharedStream:
 
     def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return `_is_plain` of all tensors, without a loop in Python."""
-        return (
-            all(map(torch.Tensor.is_contiguous, tensors))
-            and list(map(_DTYPE, tensors)) == self._dtypes
-            and not any(map(torch.Tensor.is_neg, tensors))
-            and not any(map(torch.Tensor.is_conj, tensors))
-        )
-
-    def _note_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return `_are_plain`; where it is true, the next look tells it in one question."""
-        plain = self._are_plain(tensors)
-        if plain:
-            self._forms.note(tensors)
-        return plain
+        return list(map(_DTYPE, tensors)) == self._dtypes and are_plain(tensors)
 
     @_plain_tensors()
-    def occupied(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def occupied(self, tensors: Sequence[torch.Tensor], look: Look | None = None) -> bool:
         """Return whether a place is used by other than the tensor that was moved there, as it was.
 
         After `aside = p.data; p.data = averaged`, `aside` uses the place of `p`. After
         `p.data = p.data.t()`, `p` itself does, in another order. A copy of `p` to its place would
-        overwrite what lies there, so the caller makes a new stream. Called before `refresh`.
+        overwrite what lies there, so the caller makes a new stream. Called before `refresh`. `look`
+        is what is known of these tensors at this time.
         """
-        look = self._forms.look(tensors, versions=False)
-        if look.addresses == self._addresses:
-            return not (look.known or self._note_plain(tensors))
+        if look is not None and look.plain and look.dtypes == self._dtypes:
+            if look.addresses == self._addresses:
+                return False
+        elif list(map(torch.Tensor.data_ptr, tensors)) == self._addresses:
+            return not self._are_plain(tensors)
         with held_back() as no_step_runs:
             for i, moved in self._adopted.items():
                 adopted = moved[0]

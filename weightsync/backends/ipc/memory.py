@@ -90,7 +90,13 @@ def refresh_memory(
         memory.refresh(held)
         return
     look = SourceMemory(source).look_of(held)
-    memory.refresh(held, look.addresses if look is not None and look.contiguous else None)
+    memory.refresh(held, look.addresses if look is not None and look.plain else None)
+
+
+def is_occupied(memory: SharedStream, source: WeightSource) -> bool:
+    """Whether registered memory of the host has to be made anew; see SharedStream.occupied."""
+    held = held_tensors(memory, source)
+    return held is not None and memory.occupied(held, SourceMemory(source).look_of(held))
 
 
 def has_offsets(memory: SharedStream | DeviceStream, layout: StreamLayout) -> bool:

@@ -19,6 +19,7 @@ from weightsync.backends.base import (
 from weightsync.backends.ipc.memory import (
     held_tensors,
     in_place_hashers,
+    is_occupied,
     memory_names,
     refresh_memory,
     register,
@@ -344,10 +345,10 @@ class IpcTrainerEngine(RingEngine):
         On a GPU: a storage was reallocated. On the host: a place in the segment has another tensor,
         which must not be overwritten.
         """
-        stable = held_tensors(self._memory, self._source) if self._memory else None
-        if isinstance(self._memory, DeviceStream):
-            return self._memory.moved(stable or [])
-        return self._memory is not None and stable is not None and self._memory.occupied(stable)
+        memory, source = self._memory, self._source
+        if isinstance(memory, DeviceStream):
+            return memory.moved(held_tensors(memory, source) or [])
+        return memory is not None and is_occupied(memory, source)
 
     @property
     def extra_nbytes(self) -> int:
