@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -28,7 +28,7 @@ from weightsync.integrations.vllm.writes import (
 )
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.copying.copy_plan import Memory, Share
+from weightsync.weights.copying.boxes import Boxes
 from weightsync.weights.copying.layout import aligned
 from weightsync.weights.copying.shards import Slice, Span
 
@@ -288,45 +288,19 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-@dataclass(frozen=True)
-class Sliced:
-    """The boxes that a worker reads of a manifest's tensors, by the positions of the tensors.
+class Sliced(Boxes):
+    """The boxes that a worker reads of a manifest's tensors.
 
     `whole` has the tensors that it reads whole because their boxes are not known, with the reasons.
     """
 
-    boxes: list[tuple[int, Slice]]
-    whole: Mapping[str, str]
-
-    @cached_property
-    def places(self) -> Mapping[int, int]:
-        """The index of the box of each tensor that has one, by the position of the tensor."""
-        return {index: i for i, (index, _) in enumerate(self.boxes)}
+    def __init__(self, boxes: list[tuple[int, Slice]], whole: Mapping[str, str]) -> None:
+        super().__init__(boxes)
+        self.whole = whole
 
     def saves(self, manifest: Manifest) -> bool:
         """Whether the boxes are at most nine tenths of the tensors."""
         return 10 * self.nbytes(manifest) <= 9 * sum(aligned(s.nbytes) for s in manifest.specs)
-
-    def nbytes(self, manifest: Manifest) -> int:
-        """Return the bytes of an arena that holds all boxes."""
-        return sum(aligned(spec.nbytes) for spec in self._specs(manifest))
-
-    def in_arena(self, manifest: Manifest, buffer: torch.Tensor) -> Memory:
-        """Return the memory of all boxes in an arena, `uint8[nbytes]`."""
-        tensors: list[torch.Tensor] = []
-        shares: list[Share] = []
-        at = 0
-        for (index, box), spec in zip(self.boxes, self._specs(manifest), strict=True):
-            tensors.append(buffer[at : at + spec.nbytes])
-            at += aligned(spec.nbytes)
-            blocks = box.blocks(TORCH_DTYPES[spec.dtype].itemsize)
-            shares.append(Share(index, blocks, box))
-        return Memory(tensors, flat=True, shares=shares)
-
-    def _specs(self, manifest: Manifest) -> Iterator[TensorSpec]:
-        for index, box in self.boxes:
-            spec = manifest.specs[index]
-            yield TensorSpec(spec.name, spec.dtype, box.local_shape)
 
 
 def boxes_of(manifest: Manifest, reads: Mapping[str, Reads]) -> Sliced:
