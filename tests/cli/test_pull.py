@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi import FastAPI
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -153,25 +155,71 @@ def test_a_server_whose_source_is_gone_does_not_start() -> None:
     assert "http://127.0.0.1:9" in said.splitlines()[-1]
 
 
-def test_the_parts_of_a_servers_workers_make_whole_tensors(tmp_path: Path) -> None:
+def rows_of(directory: Path, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    return load_file(directory / f"rank-{rank:05}-of-{ranks:05}.safetensors")
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 16])
+def test_a_rank_pulls_the_rows_that_fsdp2_gives_it(ranks: int, tmp_path: Path) -> None:
+    torch.manual_seed(ranks)
+    shapes = {"matrix": (10, 37), "experts": (6, 8, 6), "few": (2, 3), "norm": (5,), "scalar": ()}
+    module = nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
+    module["short"] = nn.Parameter(torch.randn(11, 300).bfloat16())
+    module["tied"] = module["matrix"]
+    with serving(make_app(WeightReceiver(module, version=2))) as address:
+        for rank in range(ranks):
+            words = ("--rank", f"{rank}/{ranks}", "--json")
+            result = weightsync("pull", address, tmp_path / str(rank), *words, token=live.TOKEN)
+            report = answer_of(result)
+            assert (report["version"], report["verified"]) == (2, "arrived")
+            held = rows_of(tmp_path / str(rank), rank, ranks)
+            assert held.keys() == module.keys()
+            for name, tensor in module.items():
+                with member(rank, (ranks,)) as mesh:
+                    own = shard(tensor.detach(), mesh, Shard(0) if tensor.dim() else Replicate())
+                assert torch.equal(held[name], own.to_local()), name
+    with safe_open(tmp_path / "0" / f"rank-00000-of-{ranks:05}.safetensors", "pt") as file:
+        rows = json.loads(file.metadata()["rows"])
+    assert rows["matrix"] == rows["tied"] == [0, -(-10 // ranks), 10]
+    assert "scalar" not in rows
+
+
+@pytest.mark.parametrize("rank", ["4/4", "1", "-1/4", "1/0", "a/b", ""])
+def test_what_is_no_rank_is_refused(url: str, tmp_path: Path, rank: str) -> None:
+    result = weightsync("pull", url, tmp_path / "pulled", "--rank", rank)
+    assert result.exit_code == 2
+    assert "--rank is R/N" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_the_parts_of_a_servers_workers_make_whole_tensors(
+    rank: int | None, tmp_path: Path
+) -> None:
     module = nn.ParameterDict({"rows": torch.randn(5, 7), "norm": torch.randn(3)})
     receivers: dict[str, Receiver] = {}
-    for rank in range(2):
-        with member(rank, (2,)) as mesh:
+    for worker in range(2):
+        with member(worker, (2,)) as mesh:
             held = nn.Module()
             held.rows = nn.Parameter(shard(torch.zeros(5, 7), mesh, Shard(0)))
             held.norm = nn.Parameter(shard(torch.zeros(3), mesh, Replicate()))
-        receivers[worker_path(rank)] = WeightReceiver(held)
+        receivers[worker_path(worker)] = WeightReceiver(held)
     workers = Workers(receivers, tensor_parallel=2)
     app = FastAPI()
     app.include_router(workers_router(workers, token=live.TOKEN))
     with serving(app) as address:
         with ws.connect(module, to=address, token=live.TOKEN) as sender:
             sender.send_weights(4)
-        result = weightsync("pull", address, tmp_path / "pulled", token=live.TOKEN)
+        words = () if rank is None else ("--rank", f"{rank}/3")
+        result = weightsync("pull", address, tmp_path / "pulled", *words, token=live.TOKEN)
     assert result.exit_code == 0, result.stderr
     assert "version 4" in result.stdout
-    pulled = load_file(tmp_path / "pulled" / "model.safetensors")
-    assert pulled.keys() == module.keys()
-    assert all(torch.equal(pulled[name], module[name]) for name in pulled)
+    if rank is None:
+        pulled = load_file(tmp_path / "pulled" / "model.safetensors")
+        assert pulled.keys() == module.keys()
+        assert all(torch.equal(pulled[name], module[name]) for name in pulled)
+    else:
+        own = rows_of(tmp_path / "pulled", rank, 3)
+        assert torch.equal(own["rows"], module["rows"][2:4])
+        assert torch.equal(own["norm"], module["norm"][1:2])
     workers.close()
