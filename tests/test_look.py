@@ -96,7 +96,7 @@ def test_grad_mode_is_no_form() -> None:
 
 @pytest.mark.parametrize("of", ["transposed", "negated", "conjugated"])
 def test_only_bytes_in_the_order_of_the_tensor_are_plain(of: str) -> None:
-    made = {
+    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "transposed": lambda t: t.t(),
         "negated": torch._neg_view,
         "conjugated": lambda t: t.to(torch.complex64).conj(),
