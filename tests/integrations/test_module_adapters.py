@@ -14,7 +14,7 @@ import weightsync as ws
 from tests.crew import crew
 from tests.integrations.test_adapter_source import KINDS, adapted, sharded_model
 from tests.integrations.test_huggingface import llama, quiet_peft, train
-from weightsync.integrations.adapter_receivers import MAX_ADAPTERS
+from weightsync.integrations.adapter_receivers import MAX_ADAPTERS, AdapterReceivers
 from weightsync.integrations.module_adapters import (
     AdaptedModule,
     ModuleAdapters,
@@ -219,6 +219,26 @@ def test_a_commit_that_an_unload_does_not_wait_for_arrives_retired(
     adapters.close()
 
 
+def test_what_another_sender_commits_during_an_unload_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapters, source = ModuleAdapters(llama()), ws.AdapterSource(adapted(), name="policy")
+    with ws.connect(source, to=adapters.receiver("policy")) as sender:
+        sender.send_weights()
+    remove = AdapterReceivers.remove
+
+    def slow(receivers: AdapterReceivers, name: str) -> Any:
+        gone = remove(receivers, name)
+        with ws.connect(source, to=adapters.receiver("policy")) as other:
+            other.send_weights(7)
+        return gone
+
+    monkeypatch.setattr(AdapterReceivers, "remove", slow)
+    adapters.unload("policy")
+    assert [(held.version, held.retired) for held in adapters.held()] == [(1, True), (7, False)]
+    adapters.close()
+
+
 def test_names() -> None:
     adapters = ModuleAdapters(llama(), taken=["tiny"])
     with pytest.raises(ws.ConfigError, match="'tiny' is the name of the base model"):
@@ -242,6 +262,19 @@ def test_receivers_that_hold_nothing_do_not_pile_up() -> None:
     adapters.receiver("one-more")
     for sender in senders[1:]:
         sender.close()
+    adapters.close()
+
+
+def test_a_receiver_that_was_just_asked_for_is_not_the_next_to_go() -> None:
+    adapters = ModuleAdapters(llama())
+    first = adapters.receiver("asked-0")
+    for i in range(1, MAX_ADAPTERS):
+        adapters.receiver(f"asked-{i}")
+    assert adapters.receiver("asked-0") is first
+    for i in range(MAX_ADAPTERS - 1):
+        adapters.receiver(f"more-{i}")
+    assert adapters.receiver("asked-0") is first
+    assert first.status().instance
     adapters.close()
 
 

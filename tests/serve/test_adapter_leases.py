@@ -110,3 +110,11 @@ def test_an_unloaded_one_stays_for_what_uses_it() -> None:
 )
 def test_what_a_model_names(text: str | None, name: ModelName) -> None:
     assert ModelName.parse(text, ("tiny", "my@model")) == name
+
+
+def test_what_workers_have_dropped_is_not_remembered() -> None:
+    leases = AdapterLeases(kept=1)
+    for i in range(50):
+        leases.note(0, held(f"policy@{i}#{i}", f"policy@{i + 1}#{i + 1}"))
+        leases.unneeded([])
+    assert len(leases._forgotten) == 1

@@ -256,6 +256,20 @@ def test_unloading_needs_the_token(trained: Trained) -> None:
         unload_adapter(trained.served.url, "policy", token="another")
 
 
+@pytest.mark.parametrize("token", [None, "another"])
+def test_a_read_without_the_token_makes_no_receiver(trained: Trained, token: str | None) -> None:
+    served = trained.served
+    with ws.connect(
+        ws.AdapterSource(tiny_adapted(), name="known"), to=served.url, token=served.token
+    ):
+        pass
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    wanted = {None: 401, "another": 403}[token]
+    for name, status in (("known", 200), (f"guest-{wanted}", wanted)):
+        url = f"{served.url}/adapters/{name}/weight_info"
+        assert requests.get(url, headers=headers, timeout=60).status_code == status
+
+
 def test_an_openai_client_names_adapters(trained: Trained) -> None:
     served, model = trained.served, trained.model
     with served.connect(model) as sender:

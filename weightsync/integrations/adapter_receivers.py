@@ -17,7 +17,8 @@ class AdapterReceivers:
 
     `make` makes the receiver of a name. `taken` are names that no adapter may have. A receiver that
     holds nothing, and that no sender uses, gives its place to another one: what was refused to a
-    sender, and what was only asked about, does not stay.
+    sender, and what was only asked about, does not stay. The one that was asked for longest ago
+    goes first, since one that has just been returned is about to be used.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class AdapterReceivers:
         if name in self._taken:
             raise ConfigError(f"{name!r} is the name of the base model of this server")
         with self._lock:
-            known = self._receivers.get(name)
-        if known is not None:
-            return known
+            known = self._receivers.pop(name, None)
+            if known is not None:
+                self._receivers[name] = known
+                return known
         made = self._make(name)
         with self._lock:
             found = self._receivers.setdefault(name, made)
@@ -70,16 +72,17 @@ class AdapterReceivers:
         with self._lock:
             return self._receivers.get(name) is receiver
 
-    def remove(self, name: str) -> None:
-        """Close the receiver of an adapter, if there is one, and forget it."""
+    def remove(self, name: str) -> WeightReceiver | None:
+        """Close the receiver of an adapter, if there is one, and forget it; return it."""
         with self._lock:
             receiver = self._receivers.get(name)
         if receiver is None:
-            return
+            return None
         receiver.close()
         with self._lock:
             if self._receivers.get(name) is receiver:
                 del self._receivers[name]
+        return receiver
 
     def close(self, *, for_good: bool = True) -> None:
         """Close all receivers; see WeightReceiver.close."""

@@ -89,6 +89,7 @@ class ModuleAdapters:
         self._lock = threading.Lock()
         self._receivers = AdapterReceivers(self._make, taken=taken)
         self._held: dict[str, HeldAdapter] = {}
+        self._made_by: dict[str, WeightReceiver] = {}
         self._commits = 0
         self.receiver = self._receivers.get
         self.close = self._receivers.close
@@ -96,19 +97,21 @@ class ModuleAdapters:
     def unload(self, name: str) -> None:
         """Retire all versions of an adapter, and close its receiver. None of the name is no error.
 
-        An update of it that is open is aborted. One that is committed at this time arrives retired.
+        An update of it that is open is aborted. One that is committed at this time arrives retired,
+        unless it is by the receiver that another sender made meanwhile.
         """
-        self._receivers.remove(name)
+        gone = self._receivers.remove(name)
         with self._lock:
-            for key, held in self._held.items():
-                if held.name == name:
-                    self._held[key] = replace(held, retired=True)
+            for key, receiver in self._made_by.items():
+                if receiver is gone:
+                    self._held[key] = replace(self._held[key], retired=True)
 
     def forget(self, keys: Collection[str]) -> None:
         """Drop versions that nothing uses any more."""
         with self._lock:
             for key in keys:
                 self._held.pop(key, None)
+                self._made_by.pop(key, None)
 
     def held(self) -> list[HeldAdapter]:
         """Return all versions that are held, in the order of their commits."""
@@ -136,6 +139,7 @@ class ModuleAdapters:
                 # A commit may wait for readers for longer than an unload waits for it.
                 gone = not self._receivers.has(name, receiver)
                 self._held[key] = HeldAdapter(name, version, key, layers, retired=gone)
+                self._made_by[key] = receiver
             added[:] = [key]
 
         sink = ModuleAdapterSink(self._modules, undo=lambda: self.forget(added))
