@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import weightsync as ws
 from weightsync.integrations.vllm import adapter_versions, rpc
-from weightsync.integrations.vllm.adapter_names import AdapterPath, path_of
+from weightsync.integrations.vllm.adapter_names import FIRST_ID, LAST_ID, AdapterPath, path_of
 from weightsync.integrations.vllm.adapter_versions import KEPT_VARIABLE, AdapterVersions, kept_of
 
 
@@ -22,7 +24,7 @@ def held(name: str, of_workers: list[list[str]]) -> list[dict[str, list[str]]]:
 
 
 def current(versions: AdapterVersions, request: str = "r") -> str:
-    found = versions.accept(request, "weightsync://policy")
+    found, _ = versions.accept(request, "weightsync://policy")
     versions.added(request)
     return str(found)
 
@@ -37,7 +39,7 @@ def test_a_version_is_used_once_every_worker_holds_it() -> None:
         versions.accept("r", "weightsync://policy/v2")
     versions.answered(held("policy", [[one, two], [one, two]]))
     assert current(versions) == two
-    assert str(versions.accept("r", "weightsync://policy/v1")) == one
+    assert str(versions.accept("r", "weightsync://policy/v1")[0]) == one
 
 
 def test_what_a_request_uses_is_kept_from_its_acceptance_to_its_end() -> None:
@@ -101,17 +103,120 @@ def test_a_number_that_comes_twice_means_the_newer_weights() -> None:
     versions = AdapterVersions()
     before, after = version(1, "a" * 16), version(1, "b" * 16)
     versions.answered(held("policy", [[before, after]]))
-    assert str(versions.accept("r", "weightsync://policy/v1")) == after
-    assert str(versions.accept("s", before)) == before
+    assert str(versions.accept("r", "weightsync://policy/v1")[0]) == after
+    assert str(versions.accept("s", before)[0]) == before
 
 
 def test_every_version_has_names_of_its_own() -> None:
     paths = [AdapterPath("policy", n, d * 16) for n in (1, 2) for d in "ab"]
-    assert len({str(path) for path in paths}) == len({path.id for path in paths}) == 4
-    assert all(1 << 61 <= path.id < 1 << 62 for path in paths)
+    assert len({str(path) for path in paths}) == 4
     assert [AdapterPath.parse(str(path)) for path in paths] == paths
     assert len({path.lora_name for path in paths}) == 4
     assert paths[0].model == "policy@1"
+
+
+def number(versions: AdapterVersions, path: str) -> int:
+    found = versions.accept("r", path)[1]
+    versions.added("r")
+    return found
+
+
+def test_a_version_has_one_number_while_workers_keep_it() -> None:
+    versions = AdapterVersions()
+    paths = [version(1), version(2), version(3, name="judge")]
+    versions.answered([{"policy": paths[:2], "judge": paths[2:]}])
+    numbers = [number(versions, path) for path in paths]
+    assert len(set(numbers)) == 3
+    versions.keep([])
+    assert [number(versions, path) for path in reversed(paths)] == numbers[::-1]
+
+
+def test_a_number_fits_the_tables_of_vllm_and_is_none_of_a_file() -> None:
+    """32 bits with a sign: the V2 model runner's. Files are counted from 1."""
+    versions = AdapterVersions(kept=1, next_id=LAST_ID - 2)
+    numbers = []
+    for i in range(6):
+        path = version(i)
+        versions.answered(held("policy", [[path]]))
+        numbers.append(number(versions, path))
+        versions.keep([])
+    assert numbers == [LAST_ID - 2, LAST_ID - 1, *range(FIRST_ID, FIRST_ID + 4)]
+    assert np.array(numbers, dtype=np.int32).tolist() == numbers
+    assert FIRST_ID == 2**30
+    assert np.iinfo(np.int32).max == LAST_ID
+
+
+def test_a_number_in_use_is_not_given_again() -> None:
+    versions = AdapterVersions(next_id=LAST_ID - 1)
+    one, two, three = version(1), version(2), version(3)
+    versions.answered(held("policy", [[one]]))
+    first = number(versions, one)
+    versions.answered(held("policy", [[one, two]]))
+    assert number(versions, two) == FIRST_ID
+    versions._next_id = first
+    versions.answered(held("policy", [[one, two, three]]))
+    assert number(versions, three) == FIRST_ID + 1
+
+
+def test_numbers_of_versions_that_are_gone_are_forgotten() -> None:
+    versions = AdapterVersions(kept=1)
+    for i in range(50):
+        versions.answered(held("policy", [[version(i)]]))
+        number(versions, version(i))
+        versions.keep([])
+    assert len(versions._ids) == 1
+
+
+def test_a_refused_unload_does_not_take_back_what_was_sent_since() -> None:
+    versions = AdapterVersions()
+    one, two = version(1), version(2)
+    versions.answered(held("policy", [[one]]))
+    take_back = versions.unloaded("policy")
+    versions.answered(held("policy", [[two]]))
+    take_back()
+    assert versions.served == {"policy": [two]}
+
+
+def test_a_version_that_a_request_uses_may_be_asked_for_by_number() -> None:
+    versions = AdapterVersions(kept=1)
+    one, two = version(1), version(2)
+    versions.answered(held("policy", [[one, two]]))
+    assert versions.keep([one]) == [one, two]
+    assert str(versions.accept("r", one)[0]) == one
+
+
+class Core:
+    """What is wrapped of vLLM's EngineCore."""
+
+    def __init__(self) -> None:
+        self.added = list[str]()
+
+    def collective_rpc(self, *_: object) -> list[object]:
+        return []
+
+    def preprocess_add_request(self, request: Any) -> Any:
+        return request
+
+    def add_request(self, request: Any) -> None:
+        self.added.append(request.request_id)
+
+    def add_lora(self, _: object) -> bool:
+        return True
+
+
+def test_a_wrong_setting_does_not_disturb_requests_of_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error where the engine adds a request ends the engine."""
+    monkeypatch.setenv(KEPT_VARIABLE, "two")
+    adapter_versions.install(Core)
+    core, of_file = Core(), SimpleNamespace(lora_path="/some/adapter")
+    request = SimpleNamespace(request_id="r", lora_request=of_file)
+    core.add_request(core.preprocess_add_request(request))
+    assert core.added == ["r"]
+    request.lora_request = SimpleNamespace(lora_path="weightsync://policy")
+    with pytest.raises(ws.ConfigError, match=KEPT_VARIABLE):
+        core.preprocess_add_request(request)
 
 
 def test_models_of_requests() -> None:

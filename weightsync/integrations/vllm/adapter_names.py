@@ -1,13 +1,13 @@
 """vLLM's names of the versions of an adapter: the path, the id and the name of a LoRARequest.
 
 vLLM tells adapters apart by these three: cached blocks by name and path, tables of workers by id,
-and the adapters of one step by name. So each version has its own, made of what it holds: two
-versions never share a block, and a version that is sent again has those that it had.
+and the adapters of one step by name. So each version has its own name and path, made of what it
+holds: two versions never share a block, and a version that is sent again has those that it had. Its
+id is a number that the engine gives it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,10 @@ from weightsync.errors import ConfigError
 from weightsync.integrations.adapter_paths import NAME
 
 SCHEME = "weightsync://"
+
+FIRST_ID, LAST_ID = 1 << 30, (1 << 31) - 1
+"""The ids of versions: beyond those of files, which vLLM counts from 1, and in 32 bits, which is
+what the tables of its GPU workers take."""
 
 _PATH = re.compile(rf"weightsync://({NAME})(?:/v([0-9]{{1,19}})(?:/([0-9a-f]{{16}}))?)?")
 
@@ -57,12 +61,6 @@ class AdapterPath:
         """
         return f"{self.model}/{self.digest}" if self.digest else self.model
 
-    @property
-    def id(self) -> int:
-        """A number for vLLM's tables. Small ones are those of adapters from files."""
-        digest = hashlib.blake2b(str(self).encode(), digest_size=8).digest()
-        return 1 << 61 | int.from_bytes(digest) >> 3
-
     def takes(self, other: AdapterPath) -> bool:
         """Whether `other` is what this path names."""
         return (
@@ -79,11 +77,11 @@ def path_of(model: str) -> AdapterPath | None:
     return AdapterPath.parse(text) if _PATH.fullmatch(text) else None
 
 
-def request_of(path: AdapterPath) -> Any:
-    """Return vLLM's LoRARequest for an adapter."""
+def request_of(path: AdapterPath, number: int = LAST_ID) -> Any:
+    """Return vLLM's LoRARequest for an adapter. The engine replaces one without a `number`."""
     from vllm.lora.request import LoRARequest  # noqa: PLC0415  # the senders' side has no vLLM
 
-    return LoRARequest(lora_name=path.lora_name, lora_int_id=path.id, lora_path=str(path))
+    return LoRARequest(lora_name=path.lora_name, lora_int_id=number, lora_path=str(path))
 
 
 def adapter_request(name: str, version: int | None = None) -> Any:

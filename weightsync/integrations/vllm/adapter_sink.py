@@ -52,6 +52,7 @@ class WorkerAdapters:
         self._receivers = AdapterReceivers(self._make)
         self._held: dict[str, Held] = {}
         self._current: dict[str, str] = {}
+        self._loaded: dict[str, set[int]] = {}
         load = manager._load_adapter
 
         @functools.wraps(load)
@@ -73,7 +74,9 @@ class WorkerAdapters:
         """Drop all versions but these, and the one that each receiver holds."""
         stay = {*kept, *self._current.values()}
         for path in [path for path in self._held if path not in stay]:
-            self._manager.remove_adapter(self._held.pop(path).path.id)
+            del self._held[path]
+            for number in self._loaded.pop(path, ()):
+                self._manager.remove_adapter(number)
 
     def held(self) -> dict[str, list[str]]:
         """Return the versions that requests may use, by adapter: their paths, the newest last.
@@ -114,6 +117,7 @@ class WorkerAdapters:
                 f"{request.lora_path!r:.120} is not held by this worker; it holds "
                 f"{shorten(list(self._held)) or 'no adapter'}"
             )
+        self._loaded.setdefault(request.lora_path, set()).add(request.lora_int_id)
         return cloned(held.model, request.lora_int_id)
 
 
@@ -238,20 +242,27 @@ class _Check:
         sizes = self._places.get(module)
         if sizes is None:
             return "modules to which this vLLM adds no LoRA"
-        if len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
-            return ""  # experts in one tensor, which vLLM's own checks look at
+        known = sizes()
+        if known is None or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
+            # vLLM copies what fits, in the step of the first request, or ends there.
+            return "layers of which this vLLM does not tell the sizes, as experts in one tensor"
         rank = pair.a.shape[0]
         if rank > self._max_rank:
             return f"rank {rank}, and --max-lora-rank is {self._max_rank}"
-        return other_base(pair, *(sizes() or (pair.a.shape[1], pair.b.shape[0])))
+        return other_base(pair, *known)
 
 
 def _sizes(layer: Any, part: int | None) -> tuple[int, int] | None:
-    """Return the full sizes of a linear layer, or of a part of a fused one; None for others."""
+    """Return the full sizes of a layer, or of a part of a fused one; None where it tells none."""
     base: Any = layer.base_layer
     inputs = getattr(base, "input_size", None)
-    if hasattr(base, "org_vocab_size") and hasattr(base, "embedding_dim"):
-        return int(base.org_vocab_size), int(base.embedding_dim)
+    if hasattr(base, "org_vocab_size"):
+        # The embeddings, or the processor of logits, which has the LoRA of the head.
+        width = getattr(base, "embedding_dim", None)
+        vocabulary = int(base.org_vocab_size)
+        return (vocabulary, int(width)) if width else (int(layer.hidden_size), vocabulary)
+    if part is not None and hasattr(base, "moe_config"):
+        return _sizes_of_expert(layer, part)
     if inputs is None:
         return None
     if part is None:
@@ -264,3 +275,17 @@ def _sizes(layer: Any, part: int | None) -> tuple[int, int] | None:
         size = base.head_size if part == 1 else getattr(base, "v_head_size", base.head_size)
         return int(inputs), int(base.total_num_kv_heads * size)
     return int(inputs), int(outputs[part])
+
+
+def _sizes_of_expert(layer: Any, part: int) -> tuple[int, int] | None:
+    """Return the sizes of a layer of one expert: gate, down and up in turn, or up and down.
+
+    None for experts that are one tensor.
+    """
+    config = layer.base_layer.moe_config
+    each = 3 if config.is_act_and_mul else 2
+    if layer._w13_slices != each - 1:
+        return None
+    width = int(config.hidden_dim_unpadded)
+    inner = int(config.intermediate_size_per_partition_unpadded) * int(layer.tp_size)
+    return (inner, width) if part % each == 1 else (width, inner)

@@ -18,7 +18,13 @@ import msgspec
 from weightsync.errors import ConfigError, shorten
 from weightsync.integrations.adapter_paths import adapter_of
 from weightsync.integrations.vllm import rpc as vllm_rpc
-from weightsync.integrations.vllm.adapter_names import SCHEME, AdapterPath, request_of
+from weightsync.integrations.vllm.adapter_names import (
+    FIRST_ID,
+    LAST_ID,
+    SCHEME,
+    AdapterPath,
+    request_of,
+)
 
 KEPT_VARIABLE = "WEIGHTSYNC_VLLM_ADAPTER_VERSIONS"
 """How many of the newest versions of each adapter stay, beside those that requests use."""
@@ -32,11 +38,14 @@ class AdapterVersions:
     """Versions by adapter, the one in use last, and the requests that use them. Thread-safe.
 
     A version is in use once every worker holds it. A request keeps the version with which it was
-    accepted. `kept` is how many of the newest versions of each adapter stay.
+    accepted. `kept` is how many of the newest versions of each adapter stay. `next_id` is the first
+    number that is tried for a version.
     """
 
-    def __init__(self, kept: int = DEFAULT_KEPT) -> None:
+    def __init__(self, kept: int = DEFAULT_KEPT, *, next_id: int = FIRST_ID) -> None:
         self._kept = kept
+        self._next_id = next_id
+        self._ids: dict[str, int] = {}
         self._lock = threading.Lock()
         self._held: dict[str, list[str]] = {}
         self._accepted: dict[str, str] = {}
@@ -47,9 +56,10 @@ class AdapterVersions:
         with self._lock:
             return {name: list(paths) for name, paths in self._held.items()}
 
-    def accept(self, request_id: str, path: str) -> AdapterPath:
-        """Return the version that a request uses, and keep it until `added`.
+    def accept(self, request_id: str, path: str) -> tuple[AdapterPath, int]:
+        """Return the version that a request uses and its number, and keep it until `added`.
 
+        A version has its number for as long as workers keep it, and no other has it meanwhile.
         Raises ConfigError for an adapter, or a version of it, that the engine does not hold.
         """
         wanted = AdapterPath.parse(path)
@@ -58,13 +68,22 @@ class AdapterVersions:
             found = next((p for p in reversed(paths) if wanted.takes(AdapterPath.parse(p))), None)
             if found is not None:
                 self._accepted[request_id] = found
-        if found is None:
-            names = [AdapterPath.parse(path).model for path in paths]
-            raise ConfigError(
-                f"no adapter {wanted.model!r} is held; "
-                + (f"held are {shorten(names)}" if names else f"{wanted.name!r} was never sent")
-            )
-        return AdapterPath.parse(found)
+                return AdapterPath.parse(found), self._id_of(found)
+        names = [AdapterPath.parse(path).model for path in paths]
+        raise ConfigError(
+            f"no adapter {wanted.model!r} is held; "
+            + (f"held are {shorten(names)}" if names else f"{wanted.name!r} was never sent")
+        )
+
+    def _id_of(self, path: str) -> int:
+        """Return the number of a version. The lock is held."""
+        if path not in self._ids:
+            used = set(self._ids.values())
+            while self._next_id in used or self._next_id >= LAST_ID:
+                self._next_id = FIRST_ID if self._next_id >= LAST_ID else self._next_id + 1
+            self._ids[path] = self._next_id
+            self._next_id += 1
+        return self._ids[path]
 
     def added(self, request_id: str) -> None:
         """Note that a request is among the scheduler's, or was refused."""
@@ -81,7 +100,9 @@ class AdapterVersions:
             for name, paths in self._held.items():
                 old = paths[: -self._kept]
                 self._held[name] = [p for p in old if p in used] + paths[-self._kept :]
-            return sorted(used.union(*self._held.values()))
+            kept = used.union(*self._held.values())
+            self._ids = {path: number for path, number in self._ids.items() if path in kept}
+            return sorted(kept)
 
     def answered(self, of_workers: Sequence[Mapping[str, Sequence[str]]]) -> None:
         """Note what the workers hold, by adapter: what all hold may be used from now on."""
@@ -142,7 +163,8 @@ def install(core: Any) -> None:  # noqa: C901  # four wrappers, each a few lines
         if given is None or not is_ours(given):
             return preprocess(self, request)
         versions = _versions_of(self)
-        request.lora_request = request_of(versions.accept(request.request_id, given.lora_path))
+        path, number = versions.accept(request.request_id, given.lora_path)
+        request.lora_request = request_of(path, number)
         try:
             return preprocess(self, request)
         except BaseException:
@@ -154,7 +176,7 @@ def install(core: Any) -> None:  # noqa: C901  # four wrappers, each a few lines
         try:
             return add(self, request, *args, **kwargs)
         finally:
-            if request.lora_request is not None:
+            if request.lora_request is not None and is_ours(request.lora_request):
                 _versions_of(self).added(request.request_id)
 
     @functools.wraps(add_lora)
@@ -171,11 +193,15 @@ def install(core: Any) -> None:  # noqa: C901  # four wrappers, each a few lines
     core.weightsync_versions = _versions_of
 
 
+_making = threading.Lock()
+
+
 def _versions_of(engine: Any) -> AdapterVersions:
-    if not hasattr(engine, "_weightsync_versions"):
-        engine._weightsync_versions = AdapterVersions(kept_of(os.environ))
-    found: AdapterVersions = engine._weightsync_versions
-    return found
+    with _making:  # requests and rounds come in threads of their own
+        if not hasattr(engine, "_weightsync_versions"):
+            engine._weightsync_versions = AdapterVersions(kept_of(os.environ))
+        found: AdapterVersions = engine._weightsync_versions
+        return found
 
 
 def _pass_on(call: Callable[[str], Any], engine: Any, text: object) -> Any:
