@@ -77,6 +77,14 @@ def by_4_bit_contract(layer: nn.Linear) -> Callable[[], torch.Tensor]:
     return lambda: whole
 
 
+def by_4_bit_contract_in_bfloat16(layer: nn.Linear) -> Callable[[], torch.Tensor]:
+    """Packed values in a dtype that FSDP shards: `bnb_4bit_quant_storage`."""
+    whole = layer.weight.detach().clone()
+    packed = torch.ones(whole.numel() // 4, 1, dtype=torch.bfloat16)
+    layer._parameters["weight"] = params("Params4bit", packed, quant_state=whole)
+    return lambda: whole
+
+
 def by_8_bit_contract(layer: Any) -> Callable[[], torch.Tensor]:
     """After a forward, which moves the scales to the layer's state."""
     scales = layer.weight.detach().abs().amax(1).float()
@@ -115,6 +123,18 @@ def by_4_bits(layer: Any) -> Callable[[], torch.Tensor]:
     return lambda: dequantize(layer.weight.data, layer.weight.quant_state)
 
 
+def by_4_bits_in_bfloat16(layer: Any) -> Callable[[], torch.Tensor]:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    weight = bitsandbytes.nn.Params4bit(
+        layer.weight.detach().clone(), requires_grad=False, quant_storage=torch.bfloat16
+    )
+    layer.weight = weight.to("cpu")
+    assert layer.weight.dtype is torch.bfloat16
+    assert layer.weight.numel() < WIDE * HIGH
+    dequantize = bitsandbytes.functional.dequantize_4bit
+    return lambda: dequantize(layer.weight.data, layer.weight.quant_state)
+
+
 def by_8_bits(layer: Any) -> Callable[[], torch.Tensor]:
     """The weight after a forward, with the values of before."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -134,11 +154,13 @@ def by_8_bits(layer: Any) -> Callable[[], torch.Tensor]:
 KINDS: dict[str, Callable[[nn.Linear], Callable[[], torch.Tensor]]] = {
     "torchao's contract": by_torchao_contract,
     "bitsandbytes' contract, 4 bits": by_4_bit_contract,
+    "bitsandbytes' contract, 4 bits in bfloat16": by_4_bit_contract_in_bfloat16,
     "bitsandbytes' contract, 8 bits": by_8_bit_contract,
     "torchao, int8": by_torchao("Int8WeightOnlyConfig"),
     "torchao, float8": by_torchao("Float8WeightOnlyConfig"),
     "torchao, 8 bits unpacked": by_torchao("IntxWeightOnlyConfig"),
     "bitsandbytes, 4 bits": by_4_bits,
+    "bitsandbytes, 4 bits in bfloat16": by_4_bits_in_bfloat16,
     "bitsandbytes, 8 bits": by_8_bits,
 }
 

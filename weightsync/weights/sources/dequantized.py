@@ -69,11 +69,12 @@ def _dequantized(name: str, tensor: Any, package: str, state: Any) -> torch.Tens
 
 def _of_bitsandbytes(tensor: Any, state: Any) -> Any:
     data = tensor.data
-    if data.is_floating_point():
-        return data.as_subclass(torch.Tensor)  # not quantized yet: it has its values
     functional = importlib.import_module("bitsandbytes.functional")
+    # First, since bnb_4bit_quant_storage keeps packed values in a floating-point dtype, too.
     if getattr(tensor, "quant_state", None) is not None:
         return functional.dequantize_4bit(data, tensor.quant_state)
+    if data.is_floating_point():
+        return data.as_subclass(torch.Tensor)  # not quantized yet: it has its values
     # The first forward moves the scales from the parameter to the layer.
     scales = tensor.SCB if tensor.SCB is not None else state.SCB
     return functional.int8_vectorwise_dequant(data, scales)
