@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -140,6 +142,22 @@ def test_blocks_are_rounded_as_the_library_does(
     assert_equal_bits(quantize(weight, scheme), by_library(weight, "fp8_block", block))
 
 
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((130, 2500), (128, 128)), ((5, 1300), (2, 600)), ((260, 4200), (256, 1024))],
+)
+def test_blocks_of_weights_that_no_cache_holds(
+    shape: tuple[int, int], block: tuple[int, int]
+) -> None:
+    """They are taken in strips of columns; a long row of a block is a loop of its own."""
+    weight = torch.randn(shape).bfloat16()
+    weight[:, 1200:1400] *= torch.logspace(-6, 6, 200).bfloat16()[: shape[1] - 1200]
+    weight[3, :130] = 0
+    scheme = QuantizationScheme(dtype="float8_e4m3fn", block=block)
+    assert_equal_bits(quantize(weight, scheme), by_library(weight, "fp8_block", block))
+
+
 @given(weight=weights(columns=st.integers(1, 9).map(lambda groups: 32 * groups)))
 @settings(max_examples=350, deadline=None)
 def test_groups_of_mxfp8_are_rounded_as_the_library_does(weight: torch.Tensor) -> None:
@@ -206,13 +224,42 @@ def test_rows_that_mxfp8_cannot_cut_are_refused_in_one_line() -> None:
     assert ws.QuantizedSource({"a.weight": weight, "b.weight": weight[:, :32]}, scheme).quantized
 
 
-@pytest.fixture(params=["compiled", "torch"])
+@pytest.fixture(params=["compiled", "divided", "torch"])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With numba, and without it."""
+    """With numba, on a processor that has the table and on others, and without numba."""
     if request.param == "torch":
         monkeypatch.setitem(vars(quantized), "why_no_kernels", lambda: "numba is not installed")
+        return
+    assert not why_no_kernels()
+    kernels = quantized._kernels()
+    assert kernels is not None
+    if request.param == "divided":
+        monkeypatch.setattr(kernels, "CODES", np.zeros(0, np.uint8))
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "other bits"])
+def test_loops_that_do_not_round_as_torch_are_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a compiler or a processor that nobody has tried."""
+    kernels = quantized._kernels()
+    assert kernels is not None
+
+    def fails(*_: object) -> bool:
+        raise RuntimeError("cannot select an instruction")
+
+    if fault == "no compiler":
+        monkeypatch.setattr(kernels, "quantize", fails)
     else:
-        assert not why_no_kernels()
+        monkeypatch.setattr(kernels, "CODES", kernels.CODES + np.uint8(1))
+    quantized._kernels.cache_clear()
+    try:
+        weight = torch.randn(4, 64).bfloat16()
+        made = quantize(weight, SCHEMES["fp8_channel"])
+    finally:
+        quantized._kernels.cache_clear()
+    assert_equal_bits(made, by_library(weight, "fp8_channel"))
+    assert "torch quantizes weights, more slowly" in caplog.text
 
 
 @pytest.mark.usefixtures("loops")
@@ -239,18 +286,70 @@ def test_codes_are_what_a_division_makes_of_every_value_and_every_scale(exponent
 
     magnitudes = np.arange(0, 0x7F80, dtype=np.uint16)
     values = np.concatenate([magnitudes, magnitudes | np.uint16(0x8000)])
-    begin, end = np.uint64(0), np.uint64(values.size)
+    at, count = np.uint64(values.ctypes.data), np.uint64(values.size)
     looked_up, divided = np.empty(values.size, np.uint8), np.empty(values.size, np.uint8)
     for significand in range(128):
         bits = (exponent << 7) + significand
         exact = np.array([bits << 16], np.uint32).view(np.float32)[0]
-        kernels._to_float8_by_table(values, looked_up, begin, end, np.uint32(bits), kernels.CODES)
-        kernels._to_float8(values, divided, begin, end, exact)
+        found_at, exact_at = np.uint64(looked_up.ctypes.data), np.uint64(divided.ctypes.data)
+        codes_at = np.uint64(kernels.CODES.ctypes.data)
+        ahead = np.uint64(0)
+        kernels._to_float8_by_table(at, found_at, count, np.uint32(bits), codes_at, ahead)
+        kernels._to_float8(at, exact_at, count, exact)
         assert np.array_equal(looked_up, divided)
         if not significand % 32:
             scaled = torch.from_numpy(values).view(torch.bfloat16) / float(exact)
             scaled = (scaled + 0.0).clamp(-448, 448).to(torch.float8_e4m3fn)
             assert np.array_equal(divided, scaled.view(torch.uint8).numpy())
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_that_lie_in_memory_in_another_order(scheme: str) -> None:
+    """Transposed, cut out, expanded, negated by a bit; and one that begins at an odd address."""
+    plain = torch.randn(2 * 160, 2 * 96).bfloat16()
+    flat = torch.randn(160 * 96 + 1).bfloat16()
+    for weight in (
+        plain[:96, :160].t(),
+        plain[::2, 7:103],
+        plain[:1, :96].expand(160, 96),
+        plain[:160, :1].expand(160, 96),
+        torch._neg_view(plain[:160, :96].contiguous()),
+        flat[1:].view(160, 96),
+    ):
+        values, scales = quantize(weight, SCHEMES[scheme])
+        wanted = by_library(weight.resolve_neg().contiguous(), scheme)
+        assert_equal_bits((values.contiguous(), scales.contiguous()), wanted)
+
+
+@pytest.mark.usefixtures("loops")
+def test_a_block_that_is_larger_than_the_weight_takes_no_memory_of_its_size() -> None:
+    weight = torch.randn(5, 40).bfloat16()
+    scheme = QuantizationScheme(dtype="float8_e4m3fn", block=(1 << 24, 1 << 24))
+    assert_equal_bits(quantize(weight, scheme), by_library(weight, "fp8_block", (5, 40)))
+
+
+def test_two_threads_that_quantize_at_once_have_memory_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Senders of one source may have a thread each."""
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
+    scratch, both = quantized._Scratch(32), threading.Barrier(2)
+    scratch.take(weight)
+    uses = vars(quantized)["uses"]
+
+    def meet(memory: torch.Tensor) -> int:
+        found: int = uses(memory)
+        with suppress(threading.BrokenBarrierError):  # the other one waits for its turn
+            both.wait(0.5)
+        return found
+
+    monkeypatch.setitem(vars(quantized), "uses", meet)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(scratch.take, [weight, weight])
+    assert first is not None
+    assert second is not None
+    assert first.data_ptr() != second.data_ptr()
 
 
 class Linears(nn.Module):
@@ -560,6 +659,16 @@ def test_a_source_that_is_quantized_already_is_refused() -> None:
     refused(source, "fp8_channel", r"quantized already: up\.weight \(float8_e4m3fn\)")
     refused(dict(source.tensors()), "int8_channel", "quantized already")
     refused({"x.weight_packed": torch.ones(2, dtype=torch.int32)}, "fp8_block", "x.weight_packed")
+    of_amd = torch.ones(4, 4).to(torch.float8_e4m3fnuz)
+    refused({"x.weight": of_amd}, "fp8_channel", r"already: x\.weight \(float8_e4m3fnuz\)")
+
+
+def test_mxfp8_of_float64_is_refused_and_cast_before() -> None:
+    tensors = {"x.weight": torch.randn(4, 32, dtype=torch.float64)}
+    refused(tensors, "mxfp8", r"not of float64: x\.weight; give QuantizedSource a dtype")
+    made = dict(ws.QuantizedSource(tensors, "mxfp8", dtype=torch.float32).tensors())
+    wanted = by_library(tensors["x.weight"].float(), "mxfp8")
+    assert_equal_bits((made["x.weight"], made["x.weight_scale"]), wanted)
 
 
 def test_unknown_schemes_are_refused_by_name() -> None:
@@ -574,6 +683,8 @@ def test_unknown_schemes_are_refused_by_name() -> None:
         {"dtype": "int8", "scale": "scale"},
         {"dtype": "float8_e4m3fn", "scale_dtype": "uint8"},
         {"dtype": "float8_e4m3fn", "scale_dtype": "uint8", "block": (32, 1)},
+        {"dtype": "float8_e4m3fn", "scale_dtype": "int8"},
+        {"dtype": "float8_e4m3fn", "scale_dtype": "float8_e4m3fn"},
     ):
         with pytest.raises(ws.ConfigError):
             QuantizationScheme(**wrong)
@@ -592,6 +703,11 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "4 bits, int, by group": changed(num_bits=4, type="int", strategy="group"),
     "8 bits, float, by tensor": changed(strategy="tensor"),
     "asymmetric": changed(symmetric=False),
+    "8 bits, int, by block": changed(strategy="block", type="int"),
+    "'block_structure'": changed(strategy="block"),
+    "scales in torch.float32": changed(scale_dtype="torch.float32"),
+    "a transform_config": {**config_of("fp8_channel"), "transform_config": {"config_groups": {}}},
+    "a sparsity_config": {**config_of("fp8_channel"), "sparsity_config": {"format": "dense"}},
     "2 groups": {**config_of("fp8_channel"), "config_groups": {"a": {}, "b": {}}},
     "cannot be read": {"quant_method": "compressed-tensors"},
 }
@@ -602,6 +718,11 @@ def test_a_config_of_another_scheme_is_refused_in_one_line(seen: str) -> None:
     with pytest.raises(ws.ConfigError, match=seen) as raised:
         QuantizationScheme.from_config(UNKNOWN[seen])
     assert "\n" not in str(raised.value)
+
+
+def test_blocks_as_earlier_releases_of_compressed_tensors_write_them() -> None:
+    written = changed(strategy="block", block_structure="128x64")
+    assert QuantizationScheme.from_config(written).block == (128, 64)
 
 
 def test_deepseeks_config() -> None:

@@ -13,10 +13,14 @@ checkpoint of that package holds the same bytes.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -35,13 +39,11 @@ from weightsync.weights.sources.base import ModuleSource, WeightSource
 from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.sources.wrapping import WrappingSource, innermost
 
+logger = logging.getLogger(__name__)
+
 SchemeName = Literal["fp8_channel", "fp8_block", "int8_channel", "mxfp8"]
 QuantizedDtype = Literal["float8_e4m3fn", "int8"]
 _WEIGHT = ".weight"
-_EPS = np.uint32(0x3C00)
-"""The scale of zeros in bfloat16: its epsilon, 2**-7."""
-_MX_LEAST = np.uint32(0x0040)
-"""2**-127 in bfloat16, which mxfp8 has for zeros: the exponent 0."""
 _UNUSED = uses(torch.empty(1, dtype=torch.uint8))
 _MOST_KEPT = 4
 _MX_BLOCK = (1, 32)
@@ -54,6 +56,10 @@ _SIGNIFICANDS: Mapping[torch.dtype, int] = {
 }
 """Bits of a significand in memory."""
 _HALF_RANGE: Mapping[str, float] = {"float8_e4m3fn": 448.0, "int8": 127.5}
+_OF_WEIGHTS = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes of weights that are not quantized yet, and of scales."""
+_NOT_HERE = ("transform_config", "sparsity_config")
+"""Parts of a config of compressed-tensors whose weights are not only rounded."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OF_QUANTIZED = re.compile(
     r"\.(weight_scale|weight_scale_inv|weight_packed|weight_zero_point|qweight|qzeros|scales)$"
@@ -100,6 +106,10 @@ class QuantizationScheme:
             raise ConfigError(
                 f"scales that are exponents are of {_MX_BLOCK} float8_e4m3fn, not {self.block} of "
                 f"{self.dtype}"
+            )
+        if self.scale_dtype not in (None, "uint8", *_OF_WEIGHTS):
+            raise ConfigError(
+                f"scales are {', '.join(_OF_WEIGHTS)} or uint8, not {self.scale_dtype!r}"
             )
         for pattern in self.ignore:
             try:
@@ -185,6 +195,9 @@ SCHEMES: Mapping[str, QuantizationScheme] = {
 
 
 def _of_compressed_tensors(config: Mapping[str, Any]) -> QuantizationScheme:
+    for part in _NOT_HERE:
+        if config.get(part):
+            raise _unknown(f"a {part} of compressed-tensors")
     groups = list(config["config_groups"].values())
     if len(groups) != 1:
         raise _unknown(f"{len(groups)} groups of layers of compressed-tensors")
@@ -209,8 +222,12 @@ def _of_compressed_tensors(config: Mapping[str, Any]) -> QuantizationScheme:
         )
     ):
         raise _unknown(f"format {config.get('format')!r} of compressed-tensors")
-    block = weights.get("block_structure") if strategy == "block" else None
+    if not is_mx and weights.get("scale_dtype") is not None:
+        raise _unknown(f"scales in {weights['scale_dtype']} of compressed-tensors")
+    block = weights["block_structure"] if strategy == "block" else None
     block = _MX_BLOCK if is_mx else block
+    if isinstance(block, str):  # earlier releases write 128x128
+        block = block.split("x")
     return QuantizationScheme(
         dtype=dtypes[kind],
         block=None if block is None else (int(block[0]), int(block[1])),
@@ -247,11 +264,17 @@ def quantize(
         compiled = _by_kernel(weight.detach(), scheme, memory)
         if compiled is not None:
             return compiled
-        if scheme.is_mx:
-            return _by_exponent(weight, scheme)
-        if scheme.block is None:
-            return _by_row(weight, scheme)
-        return _by_block(weight, scheme, scheme.block)
+        return _by_torch(weight, scheme)
+
+
+def _by_torch(
+    weight: torch.Tensor, scheme: QuantizationScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scheme.is_mx:
+        return _by_exponent(weight, scheme)
+    if scheme.block is None:
+        return _by_row(weight, scheme)
+    return _by_block(weight, scheme, scheme.block)
 
 
 def _by_kernel(
@@ -261,27 +284,63 @@ def _by_kernel(
     on_host = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     if not on_host or type(weight) is not torch.Tensor or not weight.numel() or why_no_kernels():
         return None
-    from weightsync.weights.sources import quantize_kernels  # noqa: PLC0415  # the extra `delta`
+    kernels = _kernels()
+    if kernels is None:
+        return None
+    return _compiled(weight.resolve_neg(), scheme, memory, kernels)
 
+
+def _compiled(
+    weight: torch.Tensor,
+    scheme: QuantizationScheme,
+    memory: torch.Tensor | None,
+    kernels: ModuleType,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     rows, columns = weight.shape
     high, wide = scheme.block or (1, columns)
-    scales = weight.new_empty(-(-rows // high), -(-columns // wide))
+    shape = -(-rows // high), -(-columns // wide)
     made = torch.empty(weight.numel(), dtype=torch.uint8) if memory is None else memory
-    whole = quantize_kernels.quantize(
-        weight.contiguous().view(torch.uint16).view(-1).numpy(),
-        made.numpy(),
-        scales.view(torch.uint16).numpy(),
-        (np.uint64(columns), np.uint64(high), np.uint64(wide)),
-        np.float32(0 if scheme.is_mx else _half_range(scheme.dtype)),
-        _MX_LEAST if scheme.is_mx else _EPS,
-        scheme.dtype == "int8",
-        quantize_kernels.CODES,
-    )
+    values = weight.contiguous().view(torch.uint16).view(-1).numpy()
+    if scheme.is_mx:
+        scales = torch.empty(shape, dtype=torch.uint8)
+        whole = kernels.quantize_mx(values, made.numpy(), scales.view(-1).numpy())
+    else:
+        scales = torch.empty(shape, dtype=torch.bfloat16)
+        whole = kernels.quantize(
+            values,
+            made.numpy(),
+            scales.view(torch.uint16).numpy(),
+            (np.uint64(columns), np.uint64(high), np.uint64(wide)),
+            np.float32(_half_range(scheme.dtype)),
+            scheme.dtype == "int8",
+            kernels.CODES,
+        )
     if not whole:
         return None
-    if scheme.is_mx:
-        scales = (scales.view(torch.int16) >> _SIGNIFICANDS[torch.bfloat16]).to(torch.uint8)
     return made.view(TORCH_DTYPES[scheme.dtype]).view(weight.shape), scales
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """Return the compiled loops; None where they cannot be compiled, or do not round as torch."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 224, generator=generator) * torch.logspace(-3, 3, 224)
+    weight = weight.bfloat16()
+    try:
+        from weightsync.weights.sources import quantize_kernels as found  # noqa: PLC0415  # `delta`
+
+        for name, scheme in SCHEMES.items():
+            made, wanted = _compiled(weight, scheme, None, found), _by_torch(weight, scheme)
+            if made is None or not all(map(_have_equal_bits, made, wanted)):
+                raise RuntimeError(f"{name} is not rounded as torch does")
+    except Exception as exc:  # noqa: BLE001  # a compiler fails in many ways
+        logger.warning("torch quantizes weights, more slowly than compiled loops would: %s", exc)
+        return None
+    return found
+
+
+def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 class _Scratch:
@@ -294,18 +353,20 @@ class _Scratch:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._kept: list[torch.Tensor] = []
+        self._lock = threading.Lock()  # several senders, of a thread each, may have one source
 
     def take(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return memory of any content for a weight; None for one that no compiled loop takes."""
         if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
             return None
-        for memory in self._kept:
-            if uses(memory) == _UNUSED:
-                return memory[: weight.numel()]
-        made = torch.empty(max(self._nbytes, weight.numel()), dtype=torch.uint8)
-        if len(self._kept) < _MOST_KEPT:
-            self._kept.append(made)
-        return made[: weight.numel()]
+        with self._lock:
+            for memory in self._kept:
+                if uses(memory) == _UNUSED:
+                    return memory[: weight.numel()]
+            made = torch.empty(max(self._nbytes, weight.numel()), dtype=torch.uint8)
+            if len(self._kept) < _MOST_KEPT:
+                self._kept.append(made)
+            return made[: weight.numel()]
 
 
 def _by_row(weight: torch.Tensor, scheme: QuantizationScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,6 +383,7 @@ def _by_block(
     weight: torch.Tensor, scheme: QuantizationScheme, block: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
+    block = min(block[0], max(rows, 1)), min(block[1], max(columns, 1))
     down, across = -(-rows // block[0]), -(-columns // block[1])
     padded = functional.pad(weight, (0, across * block[1] - columns, 0, down * block[0] - rows))
     blocks = padded.view(down, block[0], across, block[1])
@@ -426,7 +488,7 @@ class QuantizedSource(WrappingSource):
                 f"left out are {', '.join(self.scheme.ignore) or 'none'}"
             )
         if self.scheme.is_mx:
-            _refuse_cut_groups(spec for spec in before.specs if spec.name in self.quantized)
+            _refuse_cut_groups([spec for spec in before.specs if spec.name in self.quantized])
         sizes = [math.prod(spec.shape) for spec in before.specs if spec.name in self.quantized]
         self._scratch = _Scratch(max(sizes))
         aliases = dict(before.aliases)
@@ -521,7 +583,7 @@ class QuantizedSource(WrappingSource):
 
 def _refuse_quantized(manifest: Manifest) -> None:
     """Raise ConfigError for tensors that are quantized weights, or scales of some."""
-    quantized = set(_HALF_RANGE) | {"uint8", "float8_e5m2", "float4_e2m1fn_x2"}
+    quantized = (FLOATING | {"int8", "uint8"}) - set(_OF_WEIGHTS)
     found = [
         f"{spec.name} ({spec.dtype})"
         for spec in manifest.specs
@@ -535,7 +597,13 @@ def _refuse_quantized(manifest: Manifest) -> None:
         )
 
 
-def _refuse_cut_groups(specs: Iterable[TensorSpec]) -> None:
+def _refuse_cut_groups(specs: Sequence[TensorSpec]) -> None:
+    long = [spec.name for spec in specs if spec.dtype == "float64"]
+    if long:
+        raise ConfigError(
+            f"mxfp8 is made of float32, float16 and bfloat16, not of float64: {shorten(long)}; "
+            "give QuantizedSource a dtype, to which they are cast before"
+        )
     cut = [f"{spec.name} {list(spec.shape)}" for spec in specs if spec.shape[1] % _MX_BLOCK[1]]
     if cut:
         raise ConfigError(
