@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -117,6 +118,7 @@ class Schedulers(Served):
         self.world = world
         self.replicas = replicas
         self.version = "default"
+        self.keeps = False
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda _: None
         self._texts: list[bytes] = [b""] * world
@@ -168,6 +170,8 @@ class Schedulers(Served):
                 return {"success": True, "message": self._answer_round(given["action"])}
             if call == "update_weight_version":
                 self.version = given["new_version"]
+            elif call.endswith("_memory_occupation"):
+                self._memory(call == "release_memory_occupation", given.get("tags"))
             elif call.endswith("_generation"):
                 self._pause(call == "pause_generation")
             elif call != "flush_cache":
@@ -178,6 +182,26 @@ class Schedulers(Served):
         for rank, receiver in zip(self.ranks, self.receivers, strict=True):
             if pauses or receiver.note_start():
                 rank.paused = pauses
+
+    def _memory(self, releases: bool, tags: list[str] | None) -> None:
+        """As SGLang's memory saver does, which overwrites nothing: the pages are other ones."""
+
+        def lose(rank: Rank) -> None:
+            with torch.no_grad():
+                for parameter in rank.model.parameters():
+                    parameter.fill_(float("nan"))
+
+        def nothing() -> None:
+            pass
+
+        for rank, receiver in zip(self.ranks, self.receivers, strict=True):
+            if not releases:
+                receiver.resume(nothing, tags)
+            elif tags and "weights" not in tags:
+                receiver.release(nothing, tags, keeps=self.keeps)
+            else:
+                gone = nothing if self.keeps else partial(lose, rank)
+                receiver.release(gone, tags, keeps=self.keeps)
 
     def _answer_round(self, action: str) -> str:
         assert action.startswith(ROUND)

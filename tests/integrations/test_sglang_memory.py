@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +76,95 @@ def test_a_pause_of_a_user_is_kept(server: Schedulers, trained: Trained) -> None
         sender.send_weights()
     assert server.holds(trained)
     assert all(rank.paused for rank in server.ranks)
+
+
+def call(server: Schedulers, what: str, *tags: str) -> None:
+    server.answer(f"{what}_memory_occupation", json.dumps({"tags": tags or None}).encode())
+
+
+@pytest.mark.parametrize("delta", ["off", "always"])
+def test_weights_that_were_released_are_gone_until_a_whole_update(
+    server: Schedulers, trained: Trained, delta: Any
+) -> None:
+    """Nothing is generated without them, nor without a cache; every tensor comes again."""
+    with ws.connect(trained, to=server.url, delta=delta) as sender:
+        sender.send_weights()
+        sender.send_weights()
+        call(server, "release")
+        with pytest.raises(WeightSyncError, match=r"nothing is changed: .* sleeps \(level 2\)"):
+            sender.send_weights()
+        call(server, "resume", "weights")
+        assert all(one.receiver.status().state == "TORN" for one in server.receivers)
+        server.answer("continue_generation", b"{}")
+        assert all(rank.paused for rank in server.ranks)
+        sender.send_weights()  # nothing has changed since the former one
+        assert server.holds(trained)
+        assert all(rank.paused for rank in server.ranks), "its cache is not there yet"
+        call(server, "resume", "kv_cache", "cuda_graph")
+        assert not any(rank.paused for rank in server.ranks)
+        trained.step(1)
+        sender.send_weights()
+    assert server.holds(trained)
+    assert not any(rank.paused for rank in server.ranks)
+
+
+def test_weights_that_sglang_keeps_are_whole_when_they_are_awake(
+    server: Schedulers, trained: Trained
+) -> None:
+    server.keeps = True
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        call(server, "release", "weights")
+        with pytest.raises(WeightSyncError, match="level 1"):
+            sender.send_weights()
+        call(server, "resume", "weights")
+        assert all(one.receiver.status().state == "READY" for one in server.receivers)
+        assert all(not one.receiver.asleep for one in server.receivers)
+        assert not any(rank.paused for rank in server.ranks)
+        sender.send_weights()
+    assert server.holds(trained)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_user_s_pause_outlasts_a_release(
+    server: Schedulers, trained: Trained, keeps: bool
+) -> None:
+    server.keeps = keeps
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        server.answer("pause_generation", b"{}")
+        call(server, "release")
+        call(server, "resume")
+        sender.send_weights()
+        assert all(rank.paused for rank in server.ranks)
+        server.answer("continue_generation", b"{}")
+    assert not any(rank.paused for rank in server.ranks)
+
+
+def test_a_cache_alone_may_be_released(server: Schedulers, trained: Trained) -> None:
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        call(server, "release", "kv_cache")
+        trained.step(1)
+        sender.send_weights()
+        assert server.holds(trained)
+        assert all(rank.paused for rank in server.ranks)
+        call(server, "resume", "kv_cache")
+    assert not any(rank.paused for rank in server.ranks)
+
+
+def test_a_server_that_slept_before_the_first_sender_says_so(
+    server: Schedulers, trained: Trained
+) -> None:
+    for receiver in server.receivers:
+        receiver.note_asleep({"weights", "kv_cache"}, keeps=False)
+    with pytest.raises(WeightSyncError, match="sleeps"):
+        ws.connect(trained, to=server.url)
+    call(server, "resume", "weights", "kv_cache")
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+    assert server.holds(trained)
+    assert not any(rank.paused for rank in server.ranks)
 
 
 def test_no_rank_commits_where_one_cannot_flush(server: Schedulers, trained: Trained) -> None:

@@ -164,7 +164,7 @@ def held(model: torch.nn.Module, source: torch.nn.Module) -> bool:
 
 def test_sglang_loads_the_plug_in(hooks: Any) -> None:
     targets = {name for name, found in hooks._hooks.items() if found}
-    assert targets == set(plugin.NAMES[:2]) | {f"{plugin._SCHEDULER}.continue_generation"}
+    assert targets == set(plugin.NAMES[:4]) | {f"{plugin._SCHEDULER}.continue_generation"}
     assert targets <= hooks._patched
 
 

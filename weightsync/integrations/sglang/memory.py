@@ -62,7 +62,7 @@ class SglangRounds(SglangControl):
         self.proceed(timeout_s=timeout_s)
 
     def wake_up(self, tags: Sequence[str] | None, *, timeout_s: float) -> None:
-        """Raise ConfigError: SGLang's own memory saver is not known to its receivers."""
+        """Raise ConfigError: SGLang refuses to resume what it has not released."""
         raise ConfigError(f"{self.target}: wake SGLang with POST /resume_memory_occupation")
 
     def reset_prefix_cache(self, *, timeout_s: float) -> None:

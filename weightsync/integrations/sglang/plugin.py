@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -42,6 +43,8 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 NAMES = (
     f"{_MANAGER}.check_weights",
     f"{_STATE}.get_internal_state",
+    f"{_MANAGER}.release_memory_occupation",
+    f"{_MANAGER}.resume_memory_occupation",
     f"{_SCHEDULER}.pause_generation",
     f"{_SCHEDULER}.continue_generation",
     f"{_SCHEDULER}.flush_cache",
@@ -52,6 +55,7 @@ NAMES = (
     "sglang.srt.managers.io_struct.CheckWeightsReqOutput",
     "sglang.srt.managers.io_struct.PauseGenerationReqInput",
     "sglang.srt.managers.io_struct.ContinueGenerationReqInput",
+    "sglang.srt.runtime_context.get_exec",
     "sglang.srt.runtime_context.get_model",
     "sglang.srt.runtime_context.get_parallel",
 )
@@ -88,6 +92,8 @@ def register() -> None:
     )
 
     HookRegistry.register(f"{_MANAGER}.check_weights", answer_check, HookType.AROUND)
+    for name, hook in (("release", release_memory), ("resume", resume_memory)):
+        HookRegistry.register(f"{_MANAGER}.{name}_memory_occupation", hook, HookType.AROUND)
     HookRegistry.register(f"{_STATE}.get_internal_state", announce, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.continue_generation", continue_if_whole, HookType.AROUND)
 
@@ -105,6 +111,8 @@ def answer_check(original: Callable[..., Any], manager: Any, request: Any) -> An
         engine = SglangEngine(manager)
         on_device = os.environ.get(VARIABLE) == "device"
         _receiver = SchedulerReceiver(engine, engine.device if on_device else "cpu")
+        if _frees(manager):
+            _receiver.note_asleep(manager.offload_tags, keeps=_keeps_weights())
     answers = _receiver.answer(request.action.removeprefix(ROUND))
     return CheckWeightsReqOutput(success=True, message=answers)
 
@@ -124,6 +132,33 @@ def continue_if_whole(original: Callable[..., Any], scheduler: Any, request: Any
         "update gives them; call send_weights() again"
     )
     return None
+
+
+def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Give memory back, /release_memory_occupation, on every rank; the receiver is told."""
+    if _receiver is None or not _frees(manager):
+        return original(manager, request)
+    call = partial(original, manager, request)
+    return _receiver.release(call, request.tags, keeps=_keeps_weights())
+
+
+def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Take memory again, /resume_memory_occupation, on every rank; the receiver is told."""
+    if _receiver is None or not _frees(manager):
+        return original(manager, request)
+    return _receiver.resume(partial(original, manager, request), request.tags)
+
+
+def _frees(manager: Any) -> bool:
+    """Whether SGLang gives memory back: without --enable-memory-saver it does nothing."""
+    return bool(getattr(manager.memory_saver_adapter, "enabled", True))
+
+
+def _keeps_weights() -> bool:
+    """Whether SGLang has a copy of the weights on the host: --enable-weights-cpu-backup."""
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415  # only in a server of SGLang
+
+    return bool(get_exec().features.enable_weights_cpu_backup)
 
 
 class SglangEngine:

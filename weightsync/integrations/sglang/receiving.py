@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightsync.errors import ConfigError, ProtocolError, TransferError, shorten
+from weightsync.errors import (
+    ConfigError,
+    ProtocolError,
+    TransferError,
+    WeightSyncError,
+    shorten,
+)
 from weightsync.integrations.vllm import rpc
 from weightsync.integrations.vllm.writes import Place, TensorKey, WriteWatch, places_of
 from weightsync.receiver import WeightReceiver
@@ -25,7 +31,7 @@ from weightsync.specs import Manifest, ManifestDifference
 from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.sinks.base import HookSink, NamedTensor
 from weightsync.wire import codec
-from weightsync.wire.messages import CALL_OF, FinishRequest
+from weightsync.wire.messages import CALL_OF, FinishRequest, SleepTag
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,9 @@ FAMILIES = frozenset(
 )
 """Classes of models whose `load_weights` was read: it writes parameters, and derives nothing."""
 
+WEIGHTS = "weights"
+MEMORY_TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
+"""The tags of SGLang's memory."""
 _KEPT = 8
 Answers = list[dict[str, Any]]
 Handler = Callable[[], dict[str, Any]]
@@ -94,6 +103,8 @@ class SchedulerReceiver:
     def __init__(self, engine: Engine, stage: torch.device | str) -> None:
         self._engine = engine
         self._held = False
+        self._asleep: frozenset[str] = frozenset()
+        self._starts_awake = False
         self._users_pause = False
         self._checked = False
         self.receiver = WeightReceiver(ModelSink(engine, stage), apply="staged")
@@ -103,7 +114,7 @@ class SchedulerReceiver:
 
         An error of a rank is part of its answer, so that the other ranks do not wait for it.
         """
-        if not self._held:
+        if not self._held and not self._starts_awake:
             self._users_pause = self._engine.paused
         round_, finish = rpc.Round(nonce=""), None
         try:
@@ -114,7 +125,10 @@ class SchedulerReceiver:
             call = partial(rpc.encode_refusal, exc)
         answers = self._gather(call) if finish is None else self._commit(round_, finish, call)
         if self._engine.paused and self.may_start() and not self._users_pause:
-            self._engine.start()
+            if self._asleep:  # batches would run without a cache
+                self._starts_awake = True
+            else:
+                self._engine.start()
         for answer in answers:
             answer["paused"] = self._users_pause
         return msgspec.json.encode(answers).decode()
@@ -122,6 +136,69 @@ class SchedulerReceiver:
     def may_start(self) -> bool:
         """Whether the scheduler may run batches: all ranks hold one whole version."""
         return not self._held
+
+    def release(self, call: Callable[[], Any], tags: Collection[str] | None, *, keeps: bool) -> Any:
+        """Have SGLang give memory back by `call`, and return its result; `tags` None: all of it.
+
+        All ranks are told to, so nothing is refused here. Unless SGLang `keeps` the weights on the
+        host they are discarded: the scheduler runs no batch until a full update.
+        """
+        released = frozenset(tags or MEMORY_TAGS)
+        if WEIGHTS not in released:
+            result = call()
+        else:
+            self._note(lambda: self.receiver.show_asleep(1))  # before their memory is gone
+            try:
+                result = call()
+            except BaseException:
+                self._note(lambda: self.receiver.show_asleep(2))  # it is not known what is gone
+                raise
+            if not keeps:
+                self._note(lambda: self.receiver.show_asleep(2))
+                self._hold()
+        self._asleep |= released
+        self._note_awake()
+        return result
+
+    def resume(self, call: Callable[[], Any], tags: Collection[str] | None) -> Any:
+        """Have SGLang take memory again by `call`, and return its result; `tags` None: all of it.
+
+        Where an update came meanwhile, the scheduler runs batches again when nothing is asleep.
+        """
+        result = call()
+        self._asleep -= frozenset(tags or MEMORY_TAGS)
+        self._note_awake()
+        if self._starts_awake and not self._asleep:
+            self._starts_awake = False
+            if self._engine.paused and self.may_start() and not self._users_pause:
+                self._engine.start()
+        return result
+
+    def note_asleep(self, tags: Collection[str], *, keeps: bool) -> None:
+        """Note that memory was given back before this was made."""
+        if tags:
+            self.release(lambda: None, tags, keeps=keeps)
+
+    def _hold(self) -> None:
+        if not self._held and not self._starts_awake:
+            self._users_pause = self._engine.paused
+        self._held, self._starts_awake = True, False
+        if not self._engine.paused:
+            self._engine.stop()
+
+    def _note_awake(self) -> None:
+        # A cache that is asleep delays the scheduler's start, and nothing of an update.
+        asleep = self._asleep & {WEIGHTS}
+        awake = [tag for tag in get_args(SleepTag) if tag not in asleep]
+        self._note(lambda: self.receiver.show_awake(awake))
+
+    @staticmethod
+    def _note(call: Callable[[], None]) -> None:
+        """Call what may not keep this rank from doing as the others do."""
+        try:
+            call()
+        except WeightSyncError as exc:
+            logger.error("SGLang gives memory back or takes it, and its receiver refuses: %s", exc)
 
     def note_start(self) -> bool:
         """Note that a user continues generation; return whether the scheduler may."""
