@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantized [--mib 128] [--rate 1gbit] [--rounds 5]
     python -m benchmarks.quantized --stages
+    python -m benchmarks.quantized --casts
 
 The model is linear layers in bf16. One trainer sends it to five receivers in turn: as it is, and by
 each scheme that has a name; each receiver is a process with a module of the sent dtypes, reached
@@ -12,6 +13,9 @@ All updates are whole (`delta="off"`) and verified, medians of the rounds.
 `--stages` times what is done to one weight of 8 MiB, in one process: the rounding, and the copies
 and fingerprints after it. Each is repeated for 24 weights in turn, which no cache holds; of all
 times the fastest twentieth counts, so that other programs disturb it little.
+
+`--casts` sends a model in float32 to receivers in bf16, by `dtype=torch.bfloat16` and by
+`dtype="receiver"`, and with the latter to one whose last layer is float32; on this host.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -43,6 +47,7 @@ from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.sources.quantized import SCHEMES, SchemeName, quantize
 
 KINDS = ("bf16", *SCHEMES)
+BY_DTYPE, BY_RECEIVER, MIXED = CASTS = ("dtype", "receiver", "receiver-mixed")
 PORT = 8600
 TOKEN = "quantized"  # noqa: S105  # for this run's processes
 ROWS, COLUMNS = 1024, 4096
@@ -52,7 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Popen = Callable[..., "subprocess.Popen[str]"]
 
 
-def trained(mib: int) -> nn.Module:
+def trained(mib: int) -> nn.Sequential:
     """Return a model of `mib` MiB in bf16."""
     layers = max(1, (mib << 20) // (2 * ROWS * COLUMNS))
     model = nn.Sequential(*[nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(layers)])
@@ -61,13 +66,24 @@ def trained(mib: int) -> nn.Module:
 
 def sent(model: nn.Module, kind: str) -> object:
     """Return what `connect` takes to send `model` as `kind`."""
-    return model if kind == "bf16" else ws.QuantizedSource(model, cast(SchemeName, kind))
+    if kind == "bf16" or kind in CASTS:
+        return model
+    return ws.QuantizedSource(model, cast(SchemeName, kind))
+
+
+def dtype_of(kind: str) -> torch.dtype | Literal["receiver"] | None:
+    """Return the `dtype` with which `connect` sends `kind`."""
+    if kind == BY_DTYPE:
+        return torch.bfloat16
+    return "receiver" if kind in CASTS else None
 
 
 def served(mib: int, kind: str) -> nn.Module:
     """Return a module of the names and dtypes that are sent as `kind`."""
     model = trained(mib)
-    if kind == "bf16":
+    if kind == MIXED:
+        list(model)[-1].float()
+    if kind == "bf16" or kind in CASTS:
         return model
     for spec in ws.QuantizedSource(model, cast(SchemeName, kind)).manifest.specs:
         layer, _, name = spec.name.rpartition(".")
@@ -77,11 +93,13 @@ def served(mib: int, kind: str) -> nn.Module:
     return model
 
 
-def send(address: str, mib: int, rounds: int) -> None:
+def send(address: str, mib: int, rounds: int, kinds: Sequence[str]) -> None:
     """Send rounds to all receivers; print seconds of each kind, and of a plain copy, as JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = trained(mib)
+    if kinds == list(CASTS):
+        model.float()
     copy = [torch.empty_like(parameter) for parameter in model.parameters()]
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     nbytes: dict[str, int] = {}
@@ -89,10 +107,14 @@ def send(address: str, mib: int, rounds: int) -> None:
         senders = {
             kind: opened.enter_context(
                 ws.connect(
-                    sent(model, kind), to=f"http://{address}:{PORT + i}", token=TOKEN, delta="off"
+                    sent(model, kind),
+                    to=f"http://{address}:{PORT + i}",
+                    token=TOKEN,
+                    delta="off",
+                    dtype=dtype_of(kind),
                 )
             )
-            for i, kind in enumerate(KINDS)
+            for i, kind in enumerate(kinds)
         }
         for turn in range(rounds + 1):
             for parameter in model.parameters():
@@ -122,17 +144,24 @@ def _copy(model: nn.Module, to: list[torch.Tensor]) -> None:
         target.copy_(parameter)
 
 
-def measure(receiving: Popen, sending: Popen, address: str, mib: int, rounds: int) -> Told:
+def measure(
+    receiving: Popen,
+    sending: Popen,
+    address: str,
+    mib: int,
+    rounds: int,
+    kinds: Sequence[str] = KINDS,
+) -> Told:
     """Start the receivers and the trainer, and return what it printed."""
     started: list[subprocess.Popen[str]] = []
     try:
-        for i, kind in enumerate(KINDS):
+        for i, kind in enumerate(kinds):
             server = _start(receiving, "receive", address, str(PORT + i), str(mib), kind)
             started.append(server)
         for server in started:
             if server.stdout is None or server.stdout.readline().strip() != "ready":
                 raise RuntimeError("a receiver did not start")
-        trainer = _start(sending, "send", address, str(mib), str(rounds))
+        trainer = _start(sending, "send", address, str(mib), str(rounds), *kinds)
         started.append(trainer)
         out, _ = trainer.communicate()
         if trainer.returncode:
@@ -202,11 +231,16 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--casts", action="store_true")
     args = parser.parse_args()
     if args.stages:
         stages()
         return
     here = partial(subprocess.Popen, text=True)
+    if args.casts:
+        told = measure(here, here, "127.0.0.1", args.mib, args.rounds, CASTS)
+        print(table(told, BY_DTYPE), flush=True)
+        return
     print(table(measure(here, here, "127.0.0.1", args.mib, args.rounds), "copy"), flush=True)
     if problem := netns_problem() or limit_problem():
         sys.exit(f"no link can be made here: {problem}")
@@ -222,6 +256,6 @@ if __name__ == "__main__":
         _, _, address, port, mib, kind = sys.argv
         serve_until_killed(ws.WeightReceiver(served(int(mib), kind)), address, int(port), TOKEN)
     elif sys.argv[1:2] == ["send"]:
-        send(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        send(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
     else:
         main()
