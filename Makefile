@@ -108,10 +108,11 @@ $(STAMP): pyproject.toml
 # One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# Compiled first: hundreds of processes import it, and some environments do not let them cache it.
+# Compiled first: hundreds of processes import it. The variable, where an environment sets it, would
+# have each worker rewrite the assertions of all tests.
 test: $(STAMP)
 	$(BIN)/python -m compileall -q weightsync
-	$(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
 
 soak: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -p no:cacheprovider -m soak --timeout 3600 -rP --durations=0 $(ARGS)

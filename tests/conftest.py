@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 # Set before torch loads, and inherited by every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -15,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.side_by_side import may_mount, mount_own_shm, number_of_workers, turn
+from tests.side_by_side import begin_at_own_part, may_mount, mount_own_shm, number_of_workers, turn
 from weightsync.shm.segment import find_leftovers, live_segments
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,6 +32,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("unhurried")
 
 GRACE_S = 5.0
+TESTS = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,10 +47,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return number_of_workers()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each worker load the folders of tests in a turn of its own.
+
+    To rewrite the assertions of a file takes as long as all else that a worker does before its
+    first test, and is done once for all workers if no two come to the file at the same time.
+    """
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker is not None and collector.path == TESTS and isinstance(collector, pytest.Dir):
+        begin_at_own_part(report.result, int(worker["workerid"][2:]), worker["workercount"])
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests marked gpu where torch finds no CUDA GPU, and those marked soak unasked."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: turn(item.nodeid))
+        items.sort(key=lambda item: turn(item.nodeid))  # for all workers the same
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA GPU")

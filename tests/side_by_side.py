@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from typing import TypeVar
 
+T = TypeVar("T")
 WORKERS = 4
 """Two for each of the cores that tests are timed on: most wait half of their time."""
 LONG = (
@@ -46,10 +48,16 @@ _NEW_MOUNTS = 1 << 17  # CLONE_NEWNS, from linux/sched.h
 _TRIAL = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
 
 
-def turn(nodeid: str) -> int:
-    """Return the place of a test's file among those that go first; all others come after them."""
+def turn(nodeid: str) -> tuple[int, str]:
+    """Return the place of a test's file: first come the long ones, then all others by name."""
     file = nodeid.partition("::")[0]
-    return LONG.index(file) if file in LONG else len(LONG)
+    return (LONG.index(file) if file in LONG else len(LONG)), file
+
+
+def begin_at_own_part(parts: list[T], worker: int, workers: int) -> None:
+    """Rotate `parts`, so that no two of the workers 0 to `workers` - 1 begin at the same place."""
+    first = len(parts) * worker // workers
+    parts[:] = parts[first:] + parts[:first]
 
 
 def number_of_workers() -> int:
