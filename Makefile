@@ -108,10 +108,11 @@ $(STAMP): pyproject.toml
 # One test after the other, for a debugger:  make test ARGS='-n 0 tests/e2e'
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# Compiled first: hundreds of processes import it. The variable, where an environment sets it, would
-# have each worker rewrite the assertions of all tests.
+# Compiled first, to bytecode and by numba: hundreds of processes need both. The variable, where an
+# environment sets it, would have each worker rewrite the assertions of all tests.
 test: $(STAMP)
 	$(BIN)/python -m compileall -q weightsync
+	$(ONE_THREAD) $(BIN)/python -c 'from weightsync.weights.lines.memory import warm_up; warm_up()'
 	PYTHONDONTWRITEBYTECODE= $(ONE_THREAD) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
 
 soak: $(STAMP)

@@ -22,6 +22,8 @@ from types import ModuleType, TracebackType
 from typing import Self
 
 CONTEXT = multiprocessing.get_context("forkserver")
+WARMED = "tests.warmed"
+"""The last module that a fork server loads."""
 _loaded: list[str] = []
 
 
@@ -29,7 +31,7 @@ def load_beforehand(*modules: str) -> None:
     """Add modules that the server loads. Called at import, before the first test starts the
     server."""
     _loaded.extend(modules)
-    CONTEXT.set_forkserver_preload(_loaded)
+    CONTEXT.set_forkserver_preload([*_loaded, WARMED])
 
 
 # Apart from what they import themselves: what `connect`, and torch's optimizers, import when asked.
@@ -40,8 +42,23 @@ load_beforehand(
     "weightsync.backends.ipc.backend",
     "weightsync.integrations.sglang.server",
     "weightsync.integrations.vllm.server",
+    "weightsync.backends.ipc.landing",
+    "weightsync.backends.ipc.lending",
+    "weightsync.backends.ipc.receiver",
+    "weightsync.backends.ipc.transfer",
+    "weightsync.backends.tcp.receiver",
+    "weightsync.backends.tcp.trainer",
+    "weightsync.integrations.deepspeed",
+    "weightsync.weights.sources.flat",
+    "anyio.streams.memory",
+    "anyio.streams.stapled",
+    "anyio.streams.tls",
+    "encodings.idna",
     "torch._dynamo",
     "torch.profiler",
+    "torch.utils._cxx_pytree",
+    "uvicorn.loops.asyncio",
+    "uvicorn.protocols.http.httptools_impl",
 )
 
 

@@ -16,7 +16,7 @@ from multiprocessing.popen_forkserver import Popen
 from typing import Any
 from unittest import mock
 
-from tests.children import CONTEXT, Program
+from tests.children import CONTEXT, WARMED, Program
 from weightsync.shm import spawning
 
 _SERVER: Any = forkserver.ForkServer()
@@ -34,6 +34,7 @@ _SERVER.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         "transformers.generation",
         "uvicorn",
+        WARMED,
     ]
 )
 _SCRIPT = "from tests.serve.forked import main; main()"
