@@ -15,6 +15,7 @@ from tests.vllm.adapted import LINEAR, train
 from tests.vllm.architectures import ARCHITECTURES
 from tests.vllm.served import vllm_server
 from tests.vllm.tiny import change, save
+from tests.vllm.versions import CONVOLUTION
 from weightsync.integrations.certificate import PROMPTS, Snapshot, differences
 
 pytestmark = pytest.mark.timeout(400)
@@ -26,6 +27,7 @@ CELLS: dict[str, tuple[str, list[str], int]] = {
     "Llama, two workers": ("Llama, untied", LINEAR, 2),
     "Llama, embeddings": ("Llama, untied", ["embed_tokens", "q_proj"], 1),
     "Gemma 2, tied": ("Gemma 2, tied", LINEAR, 1),
+    "LFM2, with state": ("LFM2, with state", ["q_proj", "v_proj", "w2"], 1),
 }
 
 
@@ -36,7 +38,9 @@ def look(served: Any, model: str, version: int) -> Snapshot:
     return Snapshot(version, {}, tokens, [logprobs for _, logprobs in answers])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=CONVOLUTION if "LFM2" in cell else ()) for cell in CELLS]
+)
 def test_an_adapter_is_equal_to_one_from_a_file_after_each_update(
     cell: str, tmp_path: Path
 ) -> None:
