@@ -239,6 +239,19 @@ def test_what_another_sender_commits_during_an_unload_stays(
     adapters.close()
 
 
+def test_a_version_of_the_number_0_is_held_and_unloaded_like_others() -> None:
+    adapters, source = ModuleAdapters(llama()), ws.AdapterSource(adapted(), name="policy")
+    with ws.connect(source, to=adapters.receiver("policy")) as sender:
+        sender.send_weights(0, rewind=True)
+    kept = adapters.receiver("policy")
+    for i in range(MAX_ADAPTERS):
+        adapters.receiver(f"asked-{i}")
+    assert adapters.receiver("policy") is kept
+    adapters.unload("policy")
+    assert [(held.version, held.retired) for held in adapters.held()] == [(0, True)]
+    adapters.close()
+
+
 def test_names() -> None:
     adapters = ModuleAdapters(llama(), taken=["tiny"])
     with pytest.raises(ws.ConfigError, match="'tiny' is the name of the base model"):

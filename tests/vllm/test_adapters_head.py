@@ -22,7 +22,7 @@ from weightsync.integrations.vllm.adapter_names import (
     adapter_request,
     request_of,
 )
-from weightsync.integrations.vllm.adapter_sink import _sizes
+from weightsync.integrations.vllm.adapter_sink import _Check, _sizes
 
 HEAD = ["q_proj", "lm_head"]
 
@@ -80,6 +80,45 @@ def test_sizes_of_experts() -> None:
     assert [_sizes(layer(1, gated=False), part) for part in range(4)] == [(64, 96), (96, 64)] * 2
     assert _sizes(layer(1, gated=True), 0) is None  # gate and up in one tensor
     assert _sizes(layer(2, gated=True), None) is None  # all of them
+
+
+def fused(outputs: list[int]) -> Any:
+    return SimpleNamespace(base_layer=SimpleNamespace(input_size=64, output_sizes=outputs))
+
+
+def test_sizes_of_parts_that_are_several_of_vllm() -> None:
+    """The qkv and z of Qwen3.5's linear attention are four parts there: k, k, v and v."""
+    layer = fused([32, 32, 48, 48])
+    assert [_sizes(layer, part, 2) for part in range(2)] == [(64, 112), (64, 48)]
+    assert [_sizes(fused([96, 80]), part, 2) for part in range(2)] == [(64, 96), (64, 80)]
+
+
+def test_a_part_that_vllm_computes_with_another_alone_is_refused() -> None:
+    path = "model.layers.0.linear_attn.in_proj_"
+    parts = [f"{path}qkv", f"{path}z"]
+    manager = SimpleNamespace(
+        lora_config=SimpleNamespace(max_lora_rank=8),
+        _adapter_manager=SimpleNamespace(
+            model=SimpleNamespace(),
+            modules={f"{path}qkvz": fused([32, 32, 48, 48])},
+            packed_modules={f"{path}qkvz": parts},
+        ),
+    )
+
+    def offer(**outputs: int) -> ws.Manifest:
+        specs = []
+        for part, size in outputs.items():
+            name = f"base_model.model.{path}{part}.lora_"
+            specs.append(ws.TensorSpec(f"{name}A.weight", "float32", (8, 64)))
+            specs.append(ws.TensorSpec(f"{name}B.weight", "float32", (size, 8)))
+        return ws.Manifest(tuple(specs))
+
+    for taken in ({"qkv": 112, "z": 48}, {"qkv": 112}):
+        _Check(manager).check(offer(**taken))
+    with pytest.raises(ws.ManifestMismatchError, match=r"takes with in_proj_qkv alone.*in_proj_z"):
+        _Check(manager).check(offer(z=48))
+    with pytest.raises(ws.ManifestMismatchError, match="another base model"):
+        _Check(manager).check(offer(qkv=64, z=48))
 
 
 def test_the_tables_of_gpu_workers_take_every_number() -> None:

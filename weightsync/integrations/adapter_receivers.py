@@ -72,17 +72,16 @@ class AdapterReceivers:
         with self._lock:
             return self._receivers.get(name) is receiver
 
-    def remove(self, name: str) -> WeightReceiver | None:
-        """Close the receiver of an adapter, if there is one, and forget it; return it."""
+    def remove(self, name: str) -> None:
+        """Close the receiver of an adapter, if there is one, and forget it."""
         with self._lock:
             receiver = self._receivers.get(name)
         if receiver is None:
-            return None
+            return
         receiver.close()
         with self._lock:
             if self._receivers.get(name) is receiver:
                 del self._receivers[name]
-        return receiver
 
     def close(self, *, for_good: bool = True) -> None:
         """Close all receivers; see WeightReceiver.close."""
@@ -93,4 +92,5 @@ class AdapterReceivers:
 
 
 def _is_unused(receiver: WeightReceiver) -> bool:
-    return not (receiver.version or receiver.open_update or receiver.status().senders)
+    status = receiver.status()  # its version says nothing: 0 may be one that was sent
+    return not (status.last_finished or receiver.open_update or status.senders)

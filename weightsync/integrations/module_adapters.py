@@ -100,11 +100,12 @@ class ModuleAdapters:
         An update of it that is open is aborted. One that is committed at this time arrives retired,
         unless it is by the receiver that another sender made meanwhile.
         """
-        gone = self._receivers.remove(name)
+        self._receivers.remove(name)
         with self._lock:
             for key, receiver in self._made_by.items():
-                if receiver is gone:
-                    self._held[key] = replace(self._held[key], retired=True)
+                held = self._held[key]
+                if held.name == name and not self._receivers.has(name, receiver):
+                    self._held[key] = replace(held, retired=True)
 
     def forget(self, keys: Collection[str]) -> None:
         """Drop versions that nothing uses any more."""

@@ -214,6 +214,7 @@ class _Check:
         model = self._adapters.model
         self._mapper = renames_of(model)
         self._skipped = tuple(getattr(model, "lora_skip_prefixes", None) or ())
+        self._needed: dict[str, str] = {}
         self._places = dict(self._layers())
 
     def _layers(self) -> Iterator[tuple[str, Callable[[], tuple[int, int] | None]]]:
@@ -221,20 +222,33 @@ class _Check:
         for path, layer in self._adapters.modules.items():
             parts = self._adapters.packed_modules.get(path, [])
             for i, part in enumerate(parts):
-                yield part, functools.partial(_sizes, layer, i)
+                yield part, functools.partial(_sizes, layer, i, len(parts))
+            if _has_wide_part(layer, len(parts)):
+                self._needed |= dict.fromkeys(parts[1:], parts[0])
             yield path, functools.partial(_sizes, layer, None)
 
     def check(self, offered: Manifest) -> None:
         """Raise ManifestMismatchError, which names every tensor that is not taken, and why."""
         found = LoraPairs.of(offered, lambda name: any(f".{p}" in name for p in self._skipped))
+        given = {self._module(pair) for pair in found}
         for pair in found:
-            why = self._refusal(pair)
+            why = self._refusal(pair, given)
             if why:
                 found.refuse(why, pair.prefix.removeprefix("base_model.model."))
         found.check("this vLLM")
 
-    def _refusal(self, pair: LoraPair) -> str:
-        """Return why the tensors of one layer are not taken; empty where they are."""
+    def _module(self, pair: LoraPair) -> str:
+        """Return vLLM's name of a layer; empty for a name that it cannot read."""
+        try:
+            return str(parse_fine_tuned_lora_name(pair.name, self._mapper)[0])
+        except ValueError:
+            return ""
+
+    def _refusal(self, pair: LoraPair, given: Collection[str]) -> str:
+        """Return why the tensors of one layer are not taken; empty where they are.
+
+        `given` are the layers of the adapter.
+        """
         try:
             module, _ = parse_fine_tuned_lora_name(pair.name, self._mapper)
         except ValueError as exc:
@@ -242,6 +256,9 @@ class _Check:
         sizes = self._places.get(module)
         if sizes is None:
             return "modules to which this vLLM adds no LoRA"
+        needed = self._needed.get(module)
+        if needed is not None and needed not in given:
+            return f"layers that vLLM takes with {needed.rpartition('.')[2]} alone"
         known = sizes()
         if known is None or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
             # vLLM copies what fits, in the step of the first request, or ends there.
@@ -252,8 +269,19 @@ class _Check:
         return other_base(pair, *known)
 
 
-def _sizes(layer: Any, part: int | None) -> tuple[int, int] | None:
-    """Return the full sizes of a layer, or of a part of a fused one; None where it tells none."""
+def _has_wide_part(layer: Any, count: int) -> bool:
+    """Whether the first of `count` parts of a fused layer is several of vLLM's.
+
+    So it is with the `in_proj_qkv` of Qwen3.5, beside `in_proj_z`.
+    """
+    return 1 < count < len(getattr(layer.base_layer, "output_sizes", ()))
+
+
+def _sizes(layer: Any, part: int | None, count: int = 0) -> tuple[int, int] | None:
+    """Return the full sizes of a layer, or of one of `count` parts of a fused one.
+
+    None where it tells none.
+    """
     base: Any = layer.base_layer
     inputs = getattr(base, "input_size", None)
     if hasattr(base, "org_vocab_size"):
@@ -274,6 +302,9 @@ def _sizes(layer: Any, part: int | None) -> tuple[int, int] | None:
         # With more workers than heads of k and v, vLLM counts copies of them.
         size = base.head_size if part == 1 else getattr(base, "v_head_size", base.head_size)
         return int(inputs), int(base.total_num_kv_heads * size)
+    if _has_wide_part(layer, count):
+        wide = len(outputs) - count + 1
+        outputs = [sum(outputs[:wide]), *outputs[wide:]]
     return int(inputs), int(outputs[part])
 
 
