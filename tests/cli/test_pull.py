@@ -184,7 +184,7 @@ def test_a_rank_pulls_the_rows_that_fsdp2_gives_it(ranks: int, tmp_path: Path) -
     assert "scalar" not in rows
 
 
-@pytest.mark.parametrize("rank", ["4/4", "1", "-1/4", "1/0", "a/b", ""])
+@pytest.mark.parametrize("rank", ["4/4", "1", "-1/4", "1/0", "a/b", "", "\uff11/3"])
 def test_what_is_no_rank_is_refused(url: str, tmp_path: Path, rank: str) -> None:
     result = weightsync("pull", url, tmp_path / "pulled", "--rank", rank)
     assert result.exit_code == 2

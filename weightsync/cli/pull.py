@@ -96,7 +96,7 @@ def pull(  # noqa: PLR0913, PLR0917  # one parameter per option
 
 def _part(rank: str) -> tuple[int, int]:
     """Return the rank and the number of ranks. Raises ConfigError for other text than `R/N`."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", rank)
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", rank)
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigError(f"--rank is R/N, from 0/N to N-1/N, and this is {rank!r:.60}")
     return int(found[1]), int(found[2])
