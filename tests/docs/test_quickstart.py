@@ -26,6 +26,7 @@ PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 SHOWN_URL = "http://127.0.0.1:8000"
 SHOWN_TOKEN = "xdMiLvK6pFU8xvWlx735k6hSiYsxH82YvIzRaWeHU7s"
 WAIT_S = 90
+_WIDTH = re.compile("([ ━─])\\1+")
 _VOLATILE = re.compile(r"HOST-[0-9a-f]+|\d[\d.,]*")
 _LISTENING = re.compile(r"listening on (\S+)\n")
 
@@ -48,9 +49,12 @@ def commands() -> list[Shown]:
 
 
 def shape(text: str) -> list[str]:
-    """Return lines without what differs from run to run: numbers, and waits that there were not."""
+    """Return lines without what differs from run to run: numbers, and waits that there were not.
+
+    A column of a table is as wide as its numbers.
+    """
     lines = (_VOLATILE.sub("N", line) for line in text.splitlines())
-    return [line.replace(", wait N ms", "") for line in lines]
+    return [_WIDTH.sub(r"\1", line.replace(", wait N ms", "")) for line in lines]
 
 
 @dataclass(slots=True)

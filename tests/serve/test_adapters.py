@@ -431,10 +431,10 @@ def test_a_worker_that_is_killed_between_stage_and_swap(monkeypatch: pytest.Monk
         assert not worker.is_running()
     for choice in choices:
         found = told(choice)
-        if choice["finish_reason"] == "abort":  # what was under way ends where it is
-            assert_told(found, (wanted[0][: len(found[0])], wanted[1][: len(found[1])]))
-        else:
-            assert_told(found, wanted)
+        # What was under way ends where it is, perhaps before its first token.
+        length = len(found[0]) if choice["finish_reason"] == "abort" else len(wanted[0])
+        if length:
+            assert_told(found, (wanted[0][:length], wanted[1][:length]))
     with (
         sender,
         server("--port", port, want_token=False, WEIGHTSYNC_TOKEN=token) as (url, _, _),
