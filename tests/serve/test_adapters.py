@@ -257,7 +257,7 @@ def test_unloading_needs_the_token(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "another"])
-def test_a_read_without_the_token_makes_no_receiver(trained: Trained, token: str | None) -> None:
+def test_a_read_of_a_new_name_needs_the_token(trained: Trained, token: str | None) -> None:
     served = trained.served
     with ws.connect(
         ws.AdapterSource(tiny_adapted(), name="known"), to=served.url, token=served.token

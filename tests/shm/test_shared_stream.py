@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.segments import opened_since
 from weightsync.errors import ManifestMismatchError
+from weightsync.look import KnownForms
 from weightsync.runtime import optimizer_steps
 from weightsync.shm import shared_stream
 from weightsync.shm.segment import live_segments
@@ -61,6 +62,24 @@ def linear(value: float = 1.0) -> nn.Linear:
         for parameter in made.parameters():
             parameter.fill_(value)
     return made
+
+
+@pytest.mark.parametrize(
+    "turned", [lambda t: t.t(), torch._neg_view, lambda t: t.view(torch.int32)]
+)
+def test_a_look_at_another_form_does_not_tell_that_a_place_is_free(turned: Any) -> None:
+    """Also where these forms were noted: they are not those of the place."""
+    tensor = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    stream = stream_of([tensor])
+    stream.refresh([tensor])
+    forms = KnownForms()
+    forms.note([tensor])
+    assert not stream.occupied([tensor], forms.look([tensor]))
+    tensor.data = turned(tensor.data)
+    forms.note([tensor])
+    assert forms.look([tensor]).known
+    assert stream.occupied([tensor], forms.look([tensor]))
+    stream.close()
 
 
 class TestAdoption:

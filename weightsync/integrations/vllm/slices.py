@@ -288,15 +288,14 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
+@dataclass(frozen=True)
 class Sliced(Boxes):
     """The boxes that a worker reads of a manifest's tensors.
 
     `whole` has the tensors that it reads whole because their boxes are not known, with the reasons.
     """
 
-    def __init__(self, boxes: list[tuple[int, Slice]], whole: Mapping[str, str]) -> None:
-        super().__init__(boxes)
-        self.whole = whole
+    whole: Mapping[str, str]
 
     def saves(self, manifest: Manifest) -> bool:
         """Whether the boxes are at most nine tenths of the tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,11 +15,11 @@ from weightsync.weights.copying.layout import aligned
 from weightsync.weights.copying.shards import Slice
 
 
+@dataclass(frozen=True)
 class Boxes:
     """At most one box of each of a manifest's tensors, by the positions of the tensors."""
 
-    def __init__(self, boxes: list[tuple[int, Slice]]) -> None:
-        self.boxes = boxes
+    boxes: list[tuple[int, Slice]]
 
     @cached_property
     def places(self) -> Mapping[int, int]:
