@@ -214,9 +214,18 @@ def breaks(recorded: dict[str, Plain], present: dict[str, Plain], *, newer: bool
         found += [
             f"{name}.{field} was {old[field]}, and is {fields[field]}"
             for field in old
-            if field in fields and not _is_wide(old[field], fields[field], newer=newer)
+            if field in fields
+            and not _is_wide(_without_empty(old[field]), _without_empty(fields[field]), newer=newer)
         ]
     return found
+
+
+def _without_empty(field: Plain) -> Plain:
+    """Return a field without a default that is empty: msgspec says a factory's since 0.23 alone.
+
+    Whether a field may be left out at all is in the `required` of its struct.
+    """
+    return {key: to for key, to in field.items() if key != "default" or to not in ([], {})}
 
 
 def _is_wide(before: Any, now: Any, *, newer: bool) -> bool:
