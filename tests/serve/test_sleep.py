@@ -135,6 +135,27 @@ def test_level_0_is_a_pause(client: Client) -> None:
     assert client.complete().status_code == 200
 
 
+def test_no_worker_keeps_the_pause_of_anothers_sleep(client: Client) -> None:
+    """Of two workers, the later once took the earlier one's pause for the users', and left it."""
+    for _ in range(30):
+        assert client.post("/sleep?level=1").status_code == 200
+        assert client.get("/is_paused").json() == {"is_paused": False}
+        assert client.complete().status_code == 503  # a request of a paused engine waits instead
+        for tags in ("weights", "kv_cache"):
+            assert client.post(f"/wake_up?tags={tags}").status_code == 200
+        assert not client.is_sleeping()
+
+
+def test_a_sleep_in_a_pause_leaves_the_pause(client: Client) -> None:
+    assert client.post("/pause").status_code == 200
+    assert client.post("/sleep?level=1").status_code == 200
+    for tags in ("weights", "kv_cache"):
+        assert client.post(f"/wake_up?tags={tags}").status_code == 200
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    assert client.post("/resume").status_code == 200
+    assert client.complete().status_code == 200
+
+
 @pytest.mark.parametrize(
     "path",
     ["/sleep?level=3", "/sleep?level=deep", "/sleep?level=1&mode=keep", "/wake_up?tags=gpu"],

@@ -29,7 +29,7 @@ from weightsync.serve.messages import (
     Failed,
     Forget,
     PauseMode,
-    PauseState,
+    Resumed,
     StatsReply,
     StatsRequest,
     WorkerCall,
@@ -430,7 +430,7 @@ class EngineCore:
         else:
             for owner, request in self._pauses.resume(self._scheduler.num_requests):
                 self._submit(owner, request)
-            self._workers.send_to_all(PauseState(paused=False))
+            self._workers.send_to_all(Resumed())
         self._answer(worker, Done(call=message.call))
 
     def _pause(self, worker: int, message: WorkerCall) -> None:
@@ -439,7 +439,6 @@ class EngineCore:
             self._answer(worker, Done(call=message.call, problem=problem))
 
         self._pauses.pause(message.mode, answer)
-        self._workers.send_to_all(PauseState(paused=True))
         if message.mode == "abort":
             self._post(self._scheduler.abort_all())
 

@@ -321,10 +321,12 @@ class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
     steps: QueueHandle | None = None
 
 
-class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
-    """Whether generation is paused; sent to all workers of the replica."""
+class Resumed(_Tagged, frozen=True, kw_only=True, tag="resumed"):
+    """Generation goes on; sent to all workers of the replica when one of them resumed it.
 
-    paused: bool
+    There is none of a pause: each worker is asked to pause itself, and one that took the pause of
+    another's sleep for its users' would leave it when it has gone to sleep.
+    """
 
 
 class Forget(_Tagged, frozen=True, kw_only=True, tag="forget"):
@@ -333,4 +335,4 @@ class Forget(_Tagged, frozen=True, kw_only=True, tag="forget"):
     keys: list[str]
 
 
-CoreMessage = Done | PauseState | Forget
+CoreMessage = Done | Resumed | Forget
