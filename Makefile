@@ -216,7 +216,8 @@ $(OPENRLHF_STAMP): pyproject.toml tests/openrlhf/requirements.txt tests/openrlhf
 	$(OPENRLHF_BIN)/python -m pip install --quiet -r $(OPENRLHF_VENV)/requirements.txt \
 		-r tests/openrlhf/requirements.txt '$(OPENRLHF_TRANSFORMERS)' -e '.[server,ray,peft]' \
 		pytest pytest-timeout hypothesis psutil
-	DS_BUILD_OPS=0 $(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF_DEEPSPEED)
+	DS_BUILD_OPS=0 $(OPENRLHF_BIN)/python -m pip install --quiet --no-deps --use-pep517 --no-build-isolation \
+		$(OPENRLHF_DEEPSPEED)
 	$(OPENRLHF_BIN)/python -m pip install --quiet --no-deps $(OPENRLHF)
 	rm -rf $(OPENRLHF_VENV)/lib/python*/site-packages/tests
 	$(OPENRLHF_BIN)/python -m tests.openrlhf.compiled
