@@ -324,6 +324,65 @@ def test_a_loader_that_leaves_former_weights_is_said(
         sender.send_weights()
 
 
+class Saver:
+    """SGLang's torch-memory-saver, which wants CUDA: notes what it is told, and frees nothing."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.log: list[tuple[str, str]] = []
+
+    def pause(self, tag: str) -> None:
+        self.log.append(("pause", tag))
+
+    def resume(self, tag: str) -> None:
+        self.log.append(("resume", tag))
+
+
+def test_released_weights_are_sent_whole_again(
+    server: tuple[Server, Any], model: torch.nn.Module
+) -> None:
+    """By SGLang's own manager: its release of the weights, a refused update, its resume."""
+    from sglang.srt.managers.io_struct import (
+        ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput,
+    )
+
+    served, scheduler = server
+    served.manager.memory_saver_adapter = saver = Saver(enabled=True)
+    source = trained(1)
+    with ws.connect(source, to=f"sglang+{served.url}") as sender:
+        sender.send_weights()
+        served.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+        assert scheduler._engine_paused
+        with pytest.raises(ws.UpdateConflictError, match="sleep"):
+            sender.send_weights()
+        served.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        assert saver.log == [("pause", "weights"), ("resume", "weights")]
+        assert scheduler._engine_paused  # it has memory, and no weights
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # as torch-memory-saver's new pages
+        sender.send_weights()
+    assert held(model, source)
+    assert not scheduler._engine_paused
+
+
+def test_without_the_memory_saver_a_release_changes_nothing(
+    server: tuple[Server, Any], model: torch.nn.Module
+) -> None:
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    served, scheduler = server
+    served.manager.memory_saver_adapter = Saver(enabled=False)
+    source = trained(2)
+    with ws.connect(source, to=f"sglang+{served.url}") as sender:
+        sender.send_weights()
+        served.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+        assert not scheduler._engine_paused
+        sender.send_weights()
+    assert held(model, source)
+
+
 @pytest.mark.parametrize(("stage", "device"), [("host", "cpu"), ("device", "meta")])
 def test_where_weights_wait(
     stage: str, device: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
@@ -342,8 +401,9 @@ def test_where_weights_wait(
         return SimpleNamespace(answer=lambda text: f"answer to {text}")
 
     monkeypatch.setattr(plugin, "SchedulerReceiver", receiver)
+    manager = SimpleNamespace(memory_saver_adapter=SimpleNamespace(enabled=False))
     asked = CheckWeightsReqInput(action=f"{ROUND}a round")
-    found = plugin.answer_check(lambda *_: None, None, asked)
+    found = plugin.answer_check(lambda *_: None, manager, asked)
     assert (found.success, found.message) == (True, "answer to a round")
     assert [(of, torch.device(where)) for of, where in seen] == [(engine, torch.device(device))]
 
@@ -369,7 +429,8 @@ def test_a_version_that_was_not_tried_is_a_warning(
         with caplog.at_level(logging.WARNING, "weightsync"):
             plugin.register()
         assert caplog.messages == warnings
-    assert len(registered) == 6
+    assert len({name for name, *_ in registered}) == 5
+    assert len(registered) == 2 * 5
 
 
 def test_a_version_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
