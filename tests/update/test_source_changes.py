@@ -482,6 +482,36 @@ class TestOptimizers:
             sender.send_weights()
             assert [p.data_ptr() for p in model.parameters()] == moved
 
+    def test_exchanged_parameters_that_cannot_move_are_no_change(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The sender brings them to private memory, and another thread's alias keeps them there."""
+        model, server = Layers(1), Layers(0)
+        receiver = ws.WeightReceiver(server)
+        refresh, aliases = shared_stream.SharedStream.refresh, list[torch.Tensor]()
+
+        def held_by_another(
+            self: shared_stream.SharedStream, tensors: list[torch.Tensor], *known: Any
+        ) -> int:
+            aliases.extend(tensor.detach() for tensor in tensors)
+            return refresh(self, tensors, *known)
+
+        with ws.connect(model, to=receiver.handle, delta="off") as sender:
+            sender.send_weights()
+            weights = list(model.parameters())[:2]
+            model.rows[1].weight, model.rows[0].weight = weights
+            with torch.no_grad():
+                weights[0].fill_(5)
+            inside = {p.data_ptr() for p in model.parameters()}
+            monkeypatch.setattr(shared_stream.SharedStream, "refresh", held_by_another)
+            sender.send_weights()
+            assert aliases
+            assert not {weight.data_ptr() for weight in weights} & inside
+            assert all(map(torch.equal, model.parameters(), server.parameters()))
+            in_place(model)
+            sender.send_weights()
+            assert all(map(torch.equal, model.parameters(), server.parameters()))
+
     def test_nothing_moves_under_a_step(self, waiting: Any) -> None:
         model, server = Layers(1), Layers(0)
         receiver = ws.WeightReceiver(server)

@@ -641,6 +641,10 @@ class SourceOfUpdate:
         """Return what this update has seen of these stable tensors; see `SourceWatch.look_of`."""
         return self._watch.look_of(tensors)
 
+    def note_places(self) -> None:
+        """Note where the watched tensors are now; see `SourceWatch.note_places`."""
+        self._watch.note_places()
+
     def _watched(self, stable: Sequence[torch.Tensor] | None) -> NamedMemory | None:
         """Return names and tensors whose memory is read: the stable ones, or what they are made of.
 

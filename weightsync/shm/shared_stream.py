@@ -54,8 +54,8 @@ class SharedStream:
     storage of one that is moved: its whole storage is moved then, where its place has room. So
     does `views`, which are in use for an update alone: they are not kept. `parts`, each a tensor by
     its index, the first byte and the bytes, are the registered `tensors` instead of whole ones, and
-    `offsets` are theirs. The constructor creates the segment, and raises SegmentError if `/dev/shm`
-    is too small.
+    `offsets` are theirs. `moves` counts the tensors that `occupied` has moved out of the segment.
+    The constructor creates the segment, and raises SegmentError if `/dev/shm` is too small.
     """
 
     @_plain_tensors()
@@ -73,6 +73,7 @@ class SharedStream:
     ) -> None:
         self.segment = Segment.create(max(nbytes, 1))
         self.finalizing = False
+        self.moves = 0
         self._adopt = adopt
         self._buffers = buffers
         self._used = views
@@ -186,6 +187,7 @@ class SharedStream:
                 replaced = adopted is not tensors[i] and no_step_runs
                 if replaced and adopted.data_ptr() == self._addresses[i]:
                     _to_private(moved)
+                    self.moves += 1
                 if not self._alias_storages[i].expired():  # type: ignore[no-untyped-call]  # torch's
                     return True
         return False

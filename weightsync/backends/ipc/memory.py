@@ -96,7 +96,13 @@ def refresh_memory(
 def is_occupied(memory: SharedStream, source: WeightSource) -> bool:
     """Whether registered memory of the host has to be made anew; see SharedStream.occupied."""
     held = held_tensors(memory, source)
-    return held is not None and memory.occupied(held, SourceMemory(source).look_of(held))
+    if held is None:
+        return False
+    moves = memory.moves
+    found = memory.occupied(held, SourceMemory(source).look_of(held))
+    if memory.moves != moves:  # else the end of the update takes it for a change of the source
+        SourceMemory(source).note_places()
+    return found
 
 
 def has_offsets(memory: SharedStream | DeviceStream, layout: StreamLayout) -> bool:

@@ -130,6 +130,15 @@ class SourceWatch:
         """Return what `begin` saw of these tensors; None unless it watches this very list."""
         return self._seen if self._window is not None and tensors is self._tensors else None
 
+    def note_places(self) -> None:
+        """Note where the tensors are now: the sender itself has moved some of them since `begin`.
+
+        Called before any of them is read. Their versions are compared with those at `begin`.
+        """
+        if self._window is not None:
+            addresses = list(map(address_of, self._tensors))
+            self._seen = self._seen._replace(addresses=addresses)
+
     def note_forms(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note that tensors of these forms are those to be sent: Look.known tells them again."""
         self._forms.note(tensors)
@@ -333,6 +342,12 @@ class SourceMemory:
         found: Callable[[Sequence[torch.Tensor]], Look | None] | None
         found = getattr(self._source, "look_of", None)
         return None if found is None else found(tensors)
+
+    def note_places(self) -> None:
+        """Tell a source that is watched that the sender itself has moved some of its tensors."""
+        note: Callable[[], None] | None = getattr(self._source, "note_places", None)
+        if note is not None:
+            note()
 
     def dtensors(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return the DTensors whose local tensors are sent, with their names."""
