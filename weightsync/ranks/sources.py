@@ -41,6 +41,8 @@ from weightsync.weights.sources.base import (
     SourceWatch,
     SplitSource,
     WeightSource,
+    Writers,
+    WritingSource,
     checked,
     groups_of,
 )
@@ -553,6 +555,22 @@ class SourceOfUpdate:
             (changes, weights_id), self._recorded = self._recorded, None
             pairs = changes.recorded(weights_id, pairs)
         return self._looked_at(pairs) if self.is_made and self._check_finite != "off" else pairs
+
+    @property
+    def writes_pieces(self) -> bool:
+        """Whether the source writes its tensors in pieces; see WritingSource."""
+        return isinstance(self._given, WritingSource) and self._given.writes_pieces
+
+    def writers(self) -> Writers | None:
+        """Return what writes the tensors of the source to memory that it is given.
+
+        None where it does not, and where tensors are looked at, compared, recorded or gathered.
+        """
+        looks = self._compares or self._recorded is not None or self._check_finite != "off"
+        if looks or self.is_gathered or not isinstance(self._given, WritingSource):
+            return None
+        self._check_manifest()
+        return self._given.writers()
 
     def record(self, changes: ChangeLog, weights_id: str) -> None:
         """Record the lines of the tensors as the next pass yields them."""

@@ -50,7 +50,7 @@ from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
 from weightsync.weights.copying.fingerprint import table_digest
 from weightsync.weights.copying.layout import UNIT_NBYTES, StreamLayout, aligned, units_per_chunk
-from weightsync.weights.sources.base import WeightSource, WritingSource, checked
+from weightsync.weights.sources.base import WeightSource, Writers, WritingSource, checked
 from weightsync.weights.sources.packer import Packer, StagedPacker
 from weightsync.wire.messages import SharedMemoryUsage
 
@@ -420,9 +420,6 @@ class IpcTrainerEngine(RingEngine):
         update = RingUpdate(epoch=epoch, base=self._writer.base, packed=True)
         self._begun = packer.layout, update
 
-        fits = not packer.layout.largest_cut_nbytes and self.buckets[0].device.type == "cpu"
-        writes = fits and not self._verify
-
         def pack(check: Check) -> None:
             timeout_s = self._options.timeout_s
 
@@ -433,8 +430,8 @@ class IpcTrainerEngine(RingEngine):
 
             if stable is not None:
                 filled = packer.pack_stable(stable, acquire, verify=self._verify)
-            elif writes and isinstance(given, WritingSource):
-                filled = packer.pack_written(given.writers(), acquire)
+            elif (writers := self._writers_of(given, packer)) is not None:
+                filled = packer.pack_written(writers, acquire, verify=self._verify)
             else:
                 pairs = checked(given.tensors(), packer.layout.manifest)
                 filled = packer.pack(pairs, acquire, verify=self._verify)
@@ -451,6 +448,15 @@ class IpcTrainerEngine(RingEngine):
 
         self._update = pack
         return update
+
+    def _writers_of(self, given: WeightSource, packer: Packer) -> Writers | None:
+        """Return what writes the tensors of a source into buckets in host memory, if it does."""
+        if self.buckets[0].device.type != "cpu" or not isinstance(given, WritingSource):
+            return None
+        if given.writes_pieces:
+            return given.writers() if self._stage is None else None  # it may make them on a GPU
+        at_once = not packer.layout.largest_cut_nbytes and not self._verify
+        return given.writers() if at_once else None
 
     def _begin_unpacked(self, readers: list[int], stable: list[torch.Tensor] | None) -> RingUpdate:
         if self._memory is None:

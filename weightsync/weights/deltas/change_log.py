@@ -55,7 +55,7 @@ from weightsync.weights.lines.memory import (
 from weightsync.weights.lines.patches import RecordingLines
 from weightsync.weights.lines.stream_lines import StreamLines
 from weightsync.weights.sinks.base import LoadTarget, NamedTensor
-from weightsync.weights.sources.base import WeightSource
+from weightsync.weights.sources.base import WeightSource, Writers
 from weightsync.weights.tensor_kinds import Shared
 from weightsync.wire.messages import DeltaTerms
 
@@ -423,7 +423,9 @@ class DeltaSource:
             write(packet)
             yield name, packet
 
-    def writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+    writes_pieces = False
+
+    def writers(self) -> Writers:
         """Yield what writes each packet to memory that it is given."""
         if self._is_coded:
             coded = _CodedPackets(self._encode())

@@ -411,14 +411,24 @@ class SourceExtras:
         return str(getattr(self._source, "receiver_path", ""))
 
 
+Writers = Iterator[tuple[str, Callable[[torch.Tensor], None]]]
+"""Names of tensors, each with what writes its bytes to `uint8[n]` in host memory."""
+
+
 @runtime_checkable
 class WritingSource(WeightSource, Protocol):
-    """A WeightSource that writes its tensors to memory that it is given, instead of its own."""
+    """A WeightSource that writes its tensors to memory that it is given, instead of its own.
 
-    def writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
-        """Yield, as `tensors` would, what writes a tensor to `uint8[nbytes]` in host memory.
+    With `writes_pieces`, a tensor may be written in several pieces. Else it is written at once.
+    """
 
-        Each is called once, before the next one is requested.
+    writes_pieces: bool
+
+    def writers(self) -> Writers | None:
+        """Yield, as `tensors` would, what writes a tensor; None where `tensors` has to be called.
+
+        Each is called before the next one is requested, with memory for consecutive pieces of the
+        tensor that begin at multiples of 64 bytes; not at all for a tensor without bytes.
         """
 
 

@@ -39,8 +39,8 @@ from weightsync.weights.copying.copy_plan import (
 )
 from weightsync.weights.copying.fingerprint import xxh3
 from weightsync.weights.copying.fused import Batch, bucket_reader, chunk_batches
-from weightsync.weights.copying.layout import Chunk, StreamLayout, TensorSlice, aligned
-from weightsync.weights.sources.base import NamedTensors
+from weightsync.weights.copying.layout import Chunk, StreamLayout, TensorSlice
+from weightsync.weights.sources.base import NamedTensors, Writers
 from weightsync.weights.tensor_kinds import check_sendable, no_memory
 
 Acquire = Callable[[int], int]
@@ -69,6 +69,7 @@ class Packer:
         )
         self._views = cache(lambda j: bucket_views(layout, layout.chunks[j], self._bucket(j)))
         self._readers = cache(lambda j: bucket_reader(layout, layout.chunks[j], self._bucket(j)))
+        self._written = cache(self._parts_of)
         self._batches: list[Batch] | None = None
         self._batched_from: list[int] = []
         self._forms = KnownForms()
@@ -125,25 +126,36 @@ class Packer:
             yield j, self._complete(j, verify=verify)
 
     def pack_written(
-        self, writers: Iterable[tuple[str, Callable[[torch.Tensor], None]]], acquire: Acquire
+        self, writers: Writers, acquire: Acquire, *, verify: bool
     ) -> Generator[Packed, None, None]:
-        """Pack tensors that are written straight into buckets in host memory, unverified.
+        """Pack tensors that are written straight into buckets in host memory.
 
-        No tensor may be larger than a bucket.
+        Where they are verified, each unit is fingerprinted as soon as it is written.
         """
-        layout = self.layout
-        coming = zip(writers, layout.manifest.specs, layout.offsets, strict=True)
-        for j, chunk in enumerate(layout.chunks):
-            bucket = self._buckets[acquire(j)]
-            self._clear_gaps(j, j % len(self._buckets))
-            at = chunk.start
-            while at < chunk.stop:
-                (_, write), spec, offset = next(coming)
-                write(bucket[offset - chunk.start :][: spec.nbytes])
-                at = offset + aligned(spec.nbytes)
-            yield j, []
+        coming = zip(writers, self.layout.manifest.specs, strict=True)
+        index = -1
+        for j, chunk in enumerate(self.layout.chunks):
+            self._clear_gaps(j, acquire(j))
+            bucket, fingerprints = self._bucket(j), []
+            views = self._views(j) if verify else [None]
+            for view, parts in zip(views, self._written(j, verify), strict=True):
+                for part in parts:
+                    while index < part.index:  # tensors without bytes are in no chunk
+                        (_, write), _ = next(coming)
+                        index += 1
+                    at = part.start - chunk.start
+                    write(bucket[at : at + part.nbytes])
+                if view is not None:
+                    fingerprints.append(xxh3(view))
+            yield j, fingerprints
         for _ in coming:
             pass
+
+    def _parts_of(self, j: int, verify: bool) -> list[list[TensorSlice]]:
+        """Return what is written of tensors to a chunk, by units where these are verified."""
+        layout, chunk = self.layout, self.layout.chunks[j]
+        units = layout.units[chunk.first_unit : chunk.last_unit] if verify else [chunk]
+        return [list(layout.slices(span.start, span.stop)) for span in units]
 
     def _cut(self, pairs: NamedTensors) -> Iterator[tuple[int, TensorSlice, torch.Tensor]]:
         """Yield the slices of tensors as they come, and the number of the chunk that each is in.

@@ -357,20 +357,23 @@ def _find_largest(
 
 
 @compiled
-def quantize(
+def quantize(  # noqa: C901, PLR0912  # one loop, compiled once
     values: Any, out: Any, scales: Any, sizes: Any, half: Any, integers: bool, codes: Any
 ) -> bool:
-    """Quantize `values`, uint16[rows * columns], to `out`, uint8[rows * columns].
+    """Quantize a part of `values`, uint16[rows * columns], to `out`, uint8[size of the part].
 
-    `sizes` are the columns, and the rows and columns of a block; uint64, so that no index is
-    negative. The bits of bfloat16 scales are written to `scales`, uint16[down, across]. `half` is
-    the half of the range. `codes` are CODES, or empty: then all quotients are divided. Returns
-    False, with nothing of use written, where a block has NaN or infinity, or so small a scale that
-    it is not normal.
+    `sizes` are the columns, the rows and columns of a block, none larger than the weight, and the
+    value with which the part begins; uint64, so that no index is negative. The bits of bfloat16
+    scales are written to `scales`, uint16[down, across], those of a block by the part that has its
+    first value: parts come in order. `half` is the half of the range. `codes` are CODES, or empty:
+    then all quotients are divided. Returns False, with nothing of use written, where a block has
+    NaN or infinity, or so small a scale that it is not normal.
     """
-    columns, high, wide = sizes
+    columns, high, wide, begin = sizes
+    end = begin + U8(out.size)
+    area = high * columns
     rows = U8(values.size) // columns
-    down, across = U8(scales.shape[0]), U8(scales.shape[1])
+    across = U8(scales.shape[1])
     exact = np.empty(across, U4)
     most = np.empty(across * _32, U2)
     values_at, out_at, codes_at = (
@@ -381,24 +384,38 @@ def quantize(
     by_table = _looks_up() and codes.size > 0 and not integers
     ahead = U8(2) * columns  # the next row, which is fetched while this one is computed
     strip = max(_STRIP // (high * wide), U8(1))
-    for block in range(down):
-        begin = block * high * columns
+    for block in range(begin // area, (end + area - U8(1)) // area):
+        start = block * area
         count = min(high, rows - block * high)
+        top = (max(start, begin) - start) // columns
+        bottom = (min(start + count * columns, end) - start + columns - U8(1)) // columns
         for first in range(U8(0), across, strip):
             last = min(first + strip, across)
-            source = values_at + begin + begin
-            _find_largest(source, columns, count, wide, most, exact, first, last)
+            if start >= begin:
+                source = values_at + start + start
+                _find_largest(source, columns, count, wide, most, exact, first, last)
             for j in range(first, last):
+                if start < begin:  # an earlier part has found it
+                    exact[j] = U4(scales[block, j])
+                    continue
                 scale = _scale(exact[j], half)
                 if scale == U4(0):
                     return False
                 scales[block, j] = U2(scale)
                 exact[j] = scale
-            for row in range(count):
+            for row in range(top, bottom):
+                at = start + row * columns
+                is_whole = begin <= at and at + columns <= end
                 for j in range(first, last):
-                    i = row * columns + j * wide
+                    i = at + j * wide
                     size = min(wide, columns - j * wide)
-                    run, to = source + i + i, out_at + begin + i
+                    if not is_whole:
+                        stop = min(i + size, end)
+                        i = max(i, begin)
+                        if i >= stop:
+                            continue
+                        size = stop - i
+                    run, to = values_at + i + i, out_at + i - begin
                     scale = exact[j]
                     if by_table and scale >= _LEAST_SCALE:
                         _to_float8_by_table(run, to, size, scale, codes_at, ahead)

@@ -31,11 +31,11 @@ from torch.nn import functional
 from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import FLOATING, Manifest, TensorSpec
-from weightsync.tensors import TORCH_DTYPES
+from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.weights.copying.shards import Slice
 from weightsync.weights.lines.memory import why_no_kernels
 from weightsync.weights.sinks.base import uses
-from weightsync.weights.sources.base import ModuleSource, WeightSource
+from weightsync.weights.sources.base import ModuleSource, WeightSource, Writers, checked
 from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.sources.wrapping import WrappingSource, innermost
 
@@ -281,13 +281,16 @@ def _by_kernel(
     weight: torch.Tensor, scheme: QuantizationScheme, memory: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return what the compiled loop makes; None where there is none for this weight."""
+    kernels = _kernels_of(weight)
+    return None if kernels is None else _compiled(weight, scheme, memory, kernels)
+
+
+def _kernels_of(weight: torch.Tensor) -> ModuleType | None:
+    """Return the compiled loops; None where there are none, or none for this weight."""
     on_host = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     if not on_host or type(weight) is not torch.Tensor or not weight.numel() or why_no_kernels():
         return None
-    kernels = _kernels()
-    if kernels is None:
-        return None
-    return _compiled(weight.resolve_neg(), scheme, memory, kernels)
+    return _kernels()
 
 
 def _compiled(
@@ -296,28 +299,102 @@ def _compiled(
     memory: torch.Tensor | None,
     kernels: ModuleType,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    rows, columns = weight.shape
-    high, wide = scheme.block or (1, columns)
-    shape = -(-rows // high), -(-columns // wide)
     made = torch.empty(weight.numel(), dtype=torch.uint8) if memory is None else memory
-    values = weight.contiguous().view(torch.uint16).view(-1).numpy()
-    if scheme.is_mx:
-        scales = torch.empty(shape, dtype=torch.uint8)
-        whole = kernels.quantize_mx(values, made.numpy(), scales.view(-1).numpy())
-    else:
-        scales = torch.empty(shape, dtype=torch.bfloat16)
-        whole = kernels.quantize(
-            values,
-            made.numpy(),
-            scales.view(torch.uint16).numpy(),
-            (np.uint64(columns), np.uint64(high), np.uint64(wide)),
+    loop = _Loop(weight, scheme, kernels)
+    if not loop.round(made, 0):
+        return None
+    return made.view(TORCH_DTYPES[scheme.dtype]).view(weight.shape), loop.scales
+
+
+class _Loop:
+    """The compiled loop for one weight, `bfloat16[rows, columns]` in host memory.
+
+    `scales` are those of all that was rounded so far.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, scheme: QuantizationScheme, kernels: ModuleType
+    ) -> None:
+        rows, columns = weight.shape
+        high, wide = scheme.block or (1, columns)
+        shape = -(-rows // high), -(-columns // wide)
+        self.scales = torch.empty(shape, dtype=torch.uint8 if scheme.is_mx else torch.bfloat16)
+        self._sizes = columns, min(high, rows), min(wide, columns)
+        self._scheme = scheme
+        self._kernels = kernels
+        self._values = weight.resolve_neg().contiguous().view(torch.uint16).view(-1).numpy()
+
+    def round(self, out: torch.Tensor, begin: int) -> bool:
+        """Quantize the values from `begin` on to `out`, uint8[n]; all before were rounded.
+
+        `begin` is a multiple of 32. Returns False, with nothing of use written, for values that
+        the loop leaves to torch.
+        """
+        kernels, scheme, count = self._kernels, self._scheme, out.numel()
+        if scheme.is_mx:
+            groups = slice(begin // _MX_BLOCK[1], (begin + count) // _MX_BLOCK[1])
+            values, exponents = self._values[begin : begin + count], self.scales.view(-1)[groups]
+            return bool(kernels.quantize_mx(values, out.numpy(), exponents.numpy()))
+        whole: bool = kernels.quantize(
+            self._values,
+            out.numpy(),
+            self.scales.view(torch.uint16).numpy(),
+            tuple(map(np.uint64, (*self._sizes, begin))),
             np.float32(_half_range(scheme.dtype)),
             scheme.dtype == "int8",
             kernels.CODES,
         )
-    if not whole:
-        return None
-    return made.view(TORCH_DTYPES[scheme.dtype]).view(weight.shape), scales
+        return whole
+
+
+class _Written:
+    """A weight that is quantized into memory that it is given, piece by piece.
+
+    `scales` are whole when the weight is.
+    """
+
+    def __init__(self, weight: torch.Tensor, scheme: QuantizationScheme) -> None:
+        if scheme.scale_dtype is not None and not scheme.is_mx:
+            weight = weight.to(TORCH_DTYPES[scheme.scale_dtype])
+        self._weight = weight.detach()
+        self._scheme = scheme
+        self._at = 0
+        self._whole: torch.Tensor | None = None
+        kernels = _kernels_of(self._weight)
+        self._loop = None if kernels is None else _Loop(self._weight, scheme, kernels)
+        if self._loop is None:
+            self._round_by_torch()
+        else:
+            self.scales = self._loop.scales
+
+    def write(self, target: torch.Tensor) -> None:
+        """Write the next bytes of the quantized weight to `target`, uint8[n]."""
+        begin, self._at = self._at, self._at + target.numel()
+        if self._whole is None and self._loop is not None:
+            if self._loop.round(target, begin):
+                return
+            # What the loop has written before has the same bits: it rounds as torch does.
+            self._round_by_torch()
+        if self._whole is not None:
+            target.copy_(self._whole[begin : self._at])
+
+    def _round_by_torch(self) -> None:
+        with torch.no_grad():
+            made, self.scales = _by_torch(self._weight, self._scheme)
+        self._whole = contiguous_bytes(made)
+
+
+class _Copied:
+    """A tensor whose bytes are copied to memory that it is given, piece by piece."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._flat = contiguous_bytes(tensor)
+        self._at = 0
+
+    def write(self, target: torch.Tensor) -> None:
+        """Write the next bytes of the tensor to `target`, uint8[n]."""
+        begin, self._at = self._at, self._at + target.numel()
+        target.copy_(self._flat[begin : self._at])
 
 
 @cache
@@ -520,6 +597,26 @@ class QuantizedSource(WrappingSource):
                 yield self.scheme.scale_name(name), scales
             else:
                 yield name, tensor
+
+    writes_pieces = True
+
+    def writers(self) -> Writers | None:
+        """Return what writes each tensor: quantized weights where they go, without a copy.
+
+        None of a subclass, which may make other tensors.
+        """
+        return self._writers() if type(self).convert is QuantizedSource.convert else None
+
+    def _writers(self) -> Writers:
+        pairs = checked(self.source.tensors(), self.source.manifest)
+        for (name, tensor), spec in zip(pairs, self.source.manifest.specs, strict=True):
+            tensor = tensor.to(TORCH_DTYPES[spec.dtype])  # noqa: PLW2901  # as `converted` does
+            if name in self.quantized:
+                written = _Written(tensor, self.scheme)
+                yield name, written.write
+                yield self.scheme.scale_name(name), _Copied(written.scales).write
+            else:
+                yield name, _Copied(tensor).write
 
     def hold(self, held: Holdings) -> Holdings:
         """Return the boxes of rows, quantized; the reasons where a box does not have whole rows."""
