@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -185,6 +185,60 @@ def test_parts_are_views_and_follow_a_parameter_that_moves() -> None:
     assert held.tensors()[at].eq(3).all()
 
 
+class Quantized(torch.Tensor):
+    """As Transformer Engine's: values in another tensor, of which most operations make plain ones.
+
+    So a view of it is a copy, which does not follow the parameter.
+    """
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # without types, as torch calls it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        plain = torch.utils._pytree.tree_map(lambda a: getattr(a, "values", a), args)
+        return func(*plain, **(kwargs or {}))
+
+
+def test_parameters_whose_values_are_elsewhere_are_refused_at_once() -> None:
+    model = trainer(checkpoint(), "modules")
+    proj = model.decoder.layers[0].self_attention.linear_proj
+    proj.weight = nn.Parameter(Quantized(proj.weight.detach()), requires_grad=False)
+    assert "linear_proj.weight is a Quantized" in refusal(model)
+
+
+def test_parameters_that_other_ranks_have_not_sent_yet_are_refused() -> None:
+    """With `overlap_param_gather` the optimizer leaves them to the next forward pass."""
+
+    class DistributedDataParallel:
+        def _make_forward_pre_hook(self) -> Callable[..., None]:
+            def hook(module: nn.Module, *unused: object) -> None:
+                """Gather."""
+
+            return hook
+
+    hook = DistributedDataParallel()._make_forward_pre_hook()
+    hook.__qualname__ = hook.__qualname__.rpartition("<locals>.DistributedData")[2]
+    hook.__qualname__ = f"DistributedData{hook.__qualname__}"  # of a module, as Megatron's is
+    model = trainer(checkpoint(), "grouped", ranks=1)
+    held = MegatronSource(model, CONFIG).holdings()
+    registered = model.register_forward_pre_hook(hook)
+    with pytest.raises(ConfigError, match=r"call disable_forward_pre_hook\(\) of Megatron's"):
+        held.tensors()
+    registered.remove()
+    model.register_forward_pre_hook(lambda *_: None)  # of another kind
+    assert held.tensors()
+
+
 def test_another_parameter_than_at_connect_is_refused() -> None:
     model = trainer(checkpoint(), "grouped")
     held = MegatronSource(model, CONFIG).holdings()
@@ -216,6 +270,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_query_groups": 4}, r"linear_qkv\.weight' has 8 rows on each of 2 ranks, and 4 groups"),
     ({"layernorm_zero_centered_gamma": True}, "has layernorm_zero_centered_gamma set"),
+    ({"moe_shared_expert_glu_interleave_size": 32}, "has moe_shared_expert_glu_interleave_size s"),
+    ({"use_grouped_gemm_for_dense_mlp": True}, "has use_grouped_gemm_for_dense_mlp set"),
+    ({"expert_gtp_weight_remat_size": 2}, "has expert_gtp_weight_remat_size set"),
     ({"gated_linear_unit": False}, "no gated_linear_unit"),
 ]
 

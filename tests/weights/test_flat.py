@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -135,6 +136,21 @@ class TestFsdp1:
         with FullyShardedDataParallel.summon_full_params(model):
             for name, parameter in model.module.named_parameters():
                 assert torch.equal(server.get_parameter(name), parameter)
+
+    def test_a_parameter_with_new_memory_is_refused_until_torch_has_copied_it(self) -> None:
+        """As averages of weights are swapped in; the flat parameter has the former values then."""
+        model, server = wrapped(nn.Linear(3, 2), use_orig_params=True), nn.Linear(3, 2)
+        with (
+            closing(ws.WeightReceiver(server)) as receiver,
+            ws.connect(model, to=receiver) as sender,
+        ):
+            sender.send_weights()
+            model.module.bias.data = torch.tensor([5.0, 6.0])
+            with pytest.raises(ws.ManifestMismatchError, match=r"of 1 parameters .*: bias; write"):
+                sender.send_weights()
+            model(torch.ones(3))
+            sender.send_weights()
+            assert server.bias.tolist() == [5.0, 6.0]
 
     def test_a_part_of_a_wrapped_model_is_refused(self) -> None:
         model = wrapped(nn.Linear(3, 2), use_orig_params=True)

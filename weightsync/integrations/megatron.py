@@ -23,14 +23,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from weightsync.arguments import Dtype
+from weightsync.arguments import Dtype, as_dtype
 from weightsync.errors import ConfigError, ManifestMismatchError, shorten
 from weightsync.weights.copying.shards import Span
 from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import DeclaredSource
 from weightsync.weights.sources.declared import Holding
 from weightsync.weights.sources.holdings import Holdings
-from weightsync.weights.tensor_kinds import check_readable
+from weightsync.weights.tensor_kinds import check_readable, check_sendable
 
 logger = logging.getLogger(__name__)
 
@@ -256,9 +256,14 @@ _OTHER_WEIGHTS = (
     "rotary_interleaved",
     "attention_output_gate",
     "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "use_grouped_gemm_for_dense_mlp",  # its activation takes gate and up in turns of 32
     "moe_latent_size",
 )
 """Settings of a TransformerConfig by which parameters hold other numbers than a checkpoint's."""
+_SPLIT_FURTHER = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""Settings by which the part of a rank of tensor parallelism is split among other ranks."""
+_HOOK_THAT_GATHERS = "DistributedDataParallel._make_forward_pre_hook"
 
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.)?"
@@ -336,6 +341,10 @@ class MegatronSource(DeclaredSource):
         checkpoint = Checkpoint.of(config)
         self._chunks = list(map(_unwrapped, [model] if isinstance(model, nn.Module) else model))
         _check(self._chunks, checkpoint)
+        check_sendable(
+            (pair for chunk in self._chunks for pair in _parameters(chunk)),
+            as_dtype("dtype", dtype),
+        )
         self._held: list[tuple[str, list[_View]]] = [
             (name, _views_of(name, tensor, chunk, checkpoint, fused=fused_experts))
             for chunk in self._chunks
@@ -348,7 +357,17 @@ class MegatronSource(DeclaredSource):
         return Holdings(self._names(), self._boxes, self._parts, bases=self._bases)
 
     def _parts(self) -> list[torch.Tensor]:
-        """Return the parts as they are now. Raises ManifestMismatchError where one is missing."""
+        """Return the parts as they are now.
+
+        Raises ManifestMismatchError where one is missing, and ConfigError where another rank may
+        have newer ones.
+        """
+        if any(map(_gathers_later, self._chunks)):
+            raise ConfigError(
+                "overlap_param_gather: parameters that the optimizer of another rank has changed "
+                "arrive in the next forward pass; call disable_forward_pre_hook() of Megatron's "
+                "DistributedDataParallel before an update, and enable_forward_pre_hook() after it"
+            )
         now = self._now()
         for (name, _), tensor in zip(self._held, now, strict=True):
             check_readable(name, tensor, self._dtype)
@@ -469,7 +488,9 @@ def _check(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
             f"the model has {stages} virtual stages on each rank, and {given} of their chunks are "
             f"given{twice}; give the list of all"
         )
-    if other := [name for name in _OTHER_WEIGHTS if getattr(config, name, None)]:
+    other = [name for name in _OTHER_WEIGHTS if getattr(config, name, None)]
+    other += [name for name in _SPLIT_FURTHER if getattr(config, name, 1) > 1]
+    if other:
         raise ConfigError(
             f"the model has {shorten(other)} set, by which its parameters are not the tensors of "
             f"the checkpoint; {ELSEWHERE}"
@@ -489,6 +510,12 @@ def _parameters(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):
             yield name, buffer
+
+
+def _gathers_later(chunk: nn.Module) -> bool:
+    """Whether Megatron's DistributedDataParallel gathers parameters when a forward pass begins."""
+    hooks = chunk._forward_pre_hooks.values()
+    return any(getattr(h, "__qualname__", "").startswith(_HOOK_THAT_GATHERS) for h in hooks)
 
 
 def _views_of(

@@ -241,7 +241,10 @@ class _Fsdp1:
             handle = unit._handle
             parameter = handle.flat_param
             managed.update(map(id, (parameter, *(getattr(parameter, "_params", None) or ()))))
-            flat.append(Piece(runs[0].name if runs else "", _shard_of(parameter), runs))
+            shard = _shard_of(parameter)
+            if shard is parameter:
+                _check_views(parameter, runs)
+            flat.append(Piece(runs[0].name if runs else "", shard, runs))
         pairs = zip(self._found.names, self._found.tensors, strict=True)
         whole = [Piece(name, tensor) for name, tensor in pairs if id(tensor) not in managed]
         return [*flat, *whole]
@@ -264,6 +267,29 @@ def _shard_of(parameter: Any) -> torch.Tensor:
     shard: torch.Tensor = getattr(parameter, "_local_shard", parameter)  # set by the first forward
     whole: torch.Tensor = parameter
     return whole if shard.data_ptr() == whole.data_ptr() else shard
+
+
+def _check_views(parameter: Any, runs: Sequence[Run]) -> None:
+    """Raise ManifestMismatchError for parameters of the user (`use_orig_params`) that left theirs.
+
+    One whose `data` was replaced has its new values beside the flat parameter, into which torch
+    copies them when the next forward pass begins.
+    """
+    views = getattr(parameter, "_params", None) or ()
+    infos = parameter._shard_param_infos
+    held = [(view, info) for view, info in zip(views, infos, strict=False) if info.in_shard]
+    begin, width = parameter.data_ptr(), parameter.element_size()
+    moved = [
+        run.name
+        for run, (view, info) in zip(runs, held, strict=False)
+        if view.data_ptr() != begin + info.offset_in_shard * width
+    ]
+    if moved:
+        raise ManifestMismatchError(
+            f"the memory of {len(moved)} parameters of FullyShardedDataParallel was replaced: "
+            f"{shorten(moved)}; write into them (copy_), or run a forward pass first",
+            mismatched=[f"{name}: other memory" for name in moved],
+        )
 
 
 def _runs_of(handle: Any, names: dict[int, str]) -> list[Run]:
