@@ -191,12 +191,12 @@ class Quantized(torch.Tensor):
     So a view of it is a copy, which does not follow the parameter.
     """
 
-    values: torch.Tensor
+    elsewhere: torch.Tensor
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
-        made.values = values
+        made.elsewhere = values
         return made
 
     @classmethod
@@ -204,8 +204,8 @@ class Quantized(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].values)
-        plain = torch.utils._pytree.tree_map(lambda a: getattr(a, "values", a), args)
+            return cls(args[0].elsewhere)
+        plain = torch.utils._pytree.tree_map(lambda a: getattr(a, "elsewhere", a), args)
         return func(*plain, **(kwargs or {}))
 
 

@@ -187,6 +187,15 @@ class TestZero:
         with pytest.raises(ws.ConfigError, match=f"1 parameters are {words}; give"):
             as_source(self.marked(**marks))
 
+    def test_experts_that_other_ranks_have_others_of_are_refused_without_zero_3(self) -> None:
+        """As DeepSpeed's MoE marks them: each rank names its own from 0."""
+        model: Any = nn.Linear(3, 2)
+        vars(model.weight).update(allreduce=False, group_name="ep_size_2")
+        with pytest.raises(ws.ConfigError, match=r"1 parameters are of experts, .*: weight; give"):
+            as_source(model)
+        model.weight.group_name = "ep_size_1"  # every rank has all
+        assert isinstance(as_source(model), ModuleSource)
+
     def test_a_module_source_is_told_what_to_give(self) -> None:
         model = self.marked()
         model.weight.data = torch.empty(0)

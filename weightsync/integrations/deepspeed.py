@@ -90,7 +90,13 @@ def _is_quantized(tensor: Any) -> bool:
 
 
 def _is_of_expert(tensor: Any) -> bool:
-    return _is_split(tensor) and not getattr(tensor, "allreduce", True)
+    """Whether a parameter is one of DeepSpeed's MoE, of which ranks have others by the same name.
+
+    Its group has the number of these ranks in its name. Megatron's experts have no such name.
+    """
+    group = str(getattr(tensor, "group_name", "ep_size_1"))
+    is_expert = not getattr(tensor, "allreduce", True)
+    return is_expert and (_is_split(tensor) or group != "ep_size_1")
 
 
 def _is_in_part_of_ranks(tensor: Any) -> bool:
