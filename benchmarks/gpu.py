@@ -6,8 +6,10 @@ needs no arguments, and no package but torch, msgspec and xxhash. The trainer is
 process, the receiver another on the same GPU; control messages go through a pipe. The limit is a
 copy of as many bytes on the device, measured in the same run. `--strict` ends with status 3 if a
 target is not met. With `--peer` the receiver is on a second GPU, and the limit is a copy between
-both; that was never run. `--device cpu --preset toy` runs the same code without a GPU; its figures
-have no meaning.
+both; that was never run. `--rings` times packed updates alone, with the same memory in one bucket
+or in several; the best row is what CUDA_BUCKETS of backends/ipc/sender.py is to be. It was never
+run on a GPU. `--device cpu --preset toy` runs the same code without a GPU; its figures have no
+meaning.
 """
 
 from __future__ import annotations
@@ -30,11 +32,16 @@ from benchmarks.gpu_device import Device, FreshBuffer, launches, watch_launches
 from benchmarks.gpu_peer import Peer, fill, module_on, receiving_process, sums
 from benchmarks.gpu_table import bars_of, table
 from benchmarks.shapes import Tensor
-from weightsync.backends.ipc.sender import CUDA_BUCKET_NBYTES, CUDA_BUCKETS, CUDA_UNIT_NBYTES
+from weightsync.backends.ipc.sender import (
+    CUDA_BUCKETS,
+    CUDA_RING_NBYTES,
+    CUDA_UNIT_NBYTES,
+    cuda_ring,
+)
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying.copy_plan import CompiledUnit, Memory, UnitCompiler
 from weightsync.weights.copying.fused import FusedUnit, fuse, hashers
-from weightsync.weights.copying.layout import StreamLayout
+from weightsync.weights.copying.layout import ALIGNMENT, StreamLayout
 from weightsync.weights.sources.base import ModuleSource
 
 WARM_UPS = 2
@@ -50,6 +57,9 @@ MODELS: dict[str, tuple[str, Callable[[], list[Tensor]]]] = {
 PRESETS = {"full": (("qwen3-8b", "qwen3-30b-a3b"), 10), "toy": (("toy",), 2)}
 WAYS = ((False, True), (False, False), (True, True), (True, False))
 """Packed, and verified."""
+RINGS = (1, 2, 3, 4)
+"""Buckets that share the memory of a ring."""
+TOY_RING_NBYTES = 1 << 20
 # Trainer's model, receiver's two, and room for buckets.
 COPIES = 3.3
 
@@ -143,13 +153,30 @@ def copy_seconds(nbytes: int, device: Device, repeats: int, other: str = "") -> 
 
 
 def measure(
-    module: nn.Module, peer: Peer, device: Device, way: tuple[bool, bool], repeats: int
+    module: nn.Module,
+    peer: Peer,
+    device: Device,
+    way: tuple[bool, bool],
+    repeats: int,
+    ring: tuple[int, int] | None = None,
 ) -> tuple[Row, Mapping[str, str]]:
-    """Time updates of one kind, check the values that arrived, and print the skipped paths."""
+    """Time updates of one kind, check the values that arrived, and print the skipped paths.
+
+    `ring` are the bytes of a bucket and the number of buckets; None takes the default.
+    """
     packed, verify = way
     before = device.allocated()
     data, swaps, passes, totals, clock = [], [], [], [], "host"
-    with ws.connect(module, to=peer.handle, packed=packed, verify=verify, delta="off") as sender:
+    bucket_nbytes, num_buckets = ring or (None, None)
+    with ws.connect(
+        module,
+        to=peer.handle,
+        packed=packed,
+        verify=verify,
+        delta="off",
+        bucket_nbytes=bucket_nbytes,
+        num_buckets=num_buckets,
+    ) as sender:
         fill(module, seed=1 + 2 * packed + verify)
         for i in range(WARM_UPS + repeats):
             if i == WARM_UPS:
@@ -185,7 +212,7 @@ def measure(
         of_copy_rate=0.0,
         swap_s=statistics.median(swaps),
         sender_pass_s=statistics.median(passes),
-        slots=_chunks(module) if packed else 0,
+        slots=_chunks(module, ring) if packed else 0,
         trainer_extra=trainer_extra if device.on_gpu else report.peak_extra_nbytes,
         receiver_extra=receiver_peak - 2 * report.nbytes if device.on_gpu else 0,
         seconds=dict(report.seconds),
@@ -204,12 +231,10 @@ def check_sums(module: nn.Module, peer: Peer, what: str) -> None:
         )
 
 
-def _chunks(module: nn.Module) -> int:
-    plan = StreamLayout(
-        ModuleSource(module).manifest,
-        bucket_nbytes=CUDA_BUCKET_NBYTES,
-        unit_nbytes=CUDA_UNIT_NBYTES,
-    )
+def _chunks(module: nn.Module, ring: tuple[int, int] | None) -> int:
+    manifest = ModuleSource(module).manifest
+    bucket_nbytes, _ = ring or cuda_ring(StreamLayout(manifest).nbytes, by_launches=True)
+    plan = StreamLayout(manifest, bucket_nbytes=bucket_nbytes, unit_nbytes=CUDA_UNIT_NBYTES)
     return len(plan.chunks)
 
 
@@ -293,7 +318,7 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
         fused=is_fused,
         handles=len(handles),
         event_handles=sum(bool(handle.get("event_sync_required")) for handle in handles),
-        largest_group=max(CUDA_BUCKET_NBYTES, *(tensor.nbytes for tensor in tensors)),
+        largest_group=max(CUDA_RING_NBYTES // CUDA_BUCKETS, *(tensor.nbytes for tensor in tensors)),
         rows=[Row(**{**asdict(row), "of_copy_rate": copy / row.data_s}) for row in rows],
     )
 
@@ -320,7 +345,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
         results.append(run_model(title, tensors, device, kind, updates))
     where = "two" if options.peer else "one"
     print(f"\ntwo processes on {where} {device.name}, torch {torch.__version__}")
-    ring = CUDA_BUCKET_NBYTES * CUDA_BUCKETS
+    ring = CUDA_RING_NBYTES
     for result in results:
         print("\n" + table(result, ring_nbytes=ring))
     bars = [bars_of(result, ring_nbytes=ring) for result in results]
@@ -335,6 +360,47 @@ def run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
     return said, bool(bars) and all(bar.met for its in bars for bar in its)
 
 
+def run_rings(options: argparse.Namespace) -> None:
+    """Time packed updates of each model with each number of buckets, and print a table of each."""
+    device = Device(options.device)
+    models, updates = PRESETS[options.preset]
+    whole = TOY_RING_NBYTES if options.preset == "toy" else CUDA_RING_NBYTES
+    torch.set_num_threads(1)
+    watch_launches()
+    for name in options.models.split(",") if options.models else models:
+        title, make = MODELS[name]
+        tensors = make()
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        module = module_on(tensors, device)
+        copy_s = copy_seconds(nbytes, device, options.updates or updates)
+        device.forget()
+        best: dict[bool, tuple[float, int]] = {}
+        rows = []
+        with receiving_process(tensors, options.device) as peer:
+            for number in RINGS:
+                ring = whole // number // ALIGNMENT * ALIGNMENT, number
+                for verify in (True, False):
+                    peer.ask("renew")
+                    n = options.updates or updates
+                    row, _ = measure(module, peer, device, (True, verify), n, ring)
+                    found = (row.total_s, number)
+                    best[verify] = min(best.get(verify, found), found)
+                    rows.append(
+                        f"| {number} x {ring[0] / 2**20:.4g} MiB | {row.slots} | {row.verified} | "
+                        f"{row.data_s * 1e3:.1f} | {copy_s / row.data_s:.0%} | "
+                        f"{row.total_s * 1e3:.1f} |"
+                    )
+                    print(rows[-1], flush=True)
+        print(
+            f"{title}, packed, on {device.name}: a copy takes {copy_s * 1e3:.2f} ms; best verified "
+            f"with {best[True][1]}, not verified with {best[False][1]} buckets, and CUDA_BUCKETS "
+            f"is {CUDA_BUCKETS}\n"
+        )
+        print("| buckets | turns | verified | data, ms | of the copy's rate | whole, ms |")
+        print("|---|---:|---|---:|---:|---:|")
+        print("\n".join(rows))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -342,6 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}; joined by commas")
     parser.add_argument("--updates", type=int, help="timed updates of each kind")
     parser.add_argument("--peer", action="store_true", help="the receiver on a second GPU")
+    parser.add_argument(
+        "--rings", action="store_true", help="only packed updates, with one to four buckets"
+    )
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument(
         "--strict", action="store_true", help=f"end with status {UNMET} if a target is not met"
@@ -351,6 +420,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("needs a CUDA GPU; --device cpu --preset toy tries the same code without")
     if options.peer and (options.device == "cpu" or torch.cuda.device_count() < 2):
         parser.error("--peer needs two GPUs")
+    if options.rings:
+        run_rings(options)
+        return 0
     said, met = run(options)
     if options.json is not None:
         options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

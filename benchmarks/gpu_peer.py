@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -111,15 +111,15 @@ class _Receiving:
             self._receiver.close()
         self._receiver = None
 
-    def _renew(self, _: object = None) -> None:
-        """Start with a new module and a new receiver."""
+    def _renew(self, swap: Literal["auto", "pointer"] | None = None) -> None:
+        """Start with a new module and a new receiver, whose commits are made in this way."""
         self.close()
         self._module = nn.Module()
         gc.collect()
         self._device.forget()
         self._before = self._device.allocated()
         self._module = module_on(list(self._tensors.values()), self._device)
-        self._receiver = ws.WeightReceiver(self._module)
+        self._receiver = ws.WeightReceiver(ws.ModuleSink(self._module, swap=swap or "auto"))
 
     def _handle(self, message: Mapping[str, object]) -> object:
         if self._receiver is None:

@@ -553,6 +553,31 @@ class WeightSender:
         """
         return self._send_weights(version, label, rewind, StopSignal(), wake=wake)
 
+    def written(self, names: Iterable[str] | None = None) -> None:
+        """Say that tensors, all by default, have the values of the next update: it reads them now.
+
+        Call it when the optimizer has written them, for a layer at a time or for all. Verified
+        updates that receivers read in place then take their fingerprints while the trainer goes on,
+        on a GPU on a stream of its own; on the host this call takes them itself. A tensor that
+        torch saw written since is read again by the update. One that was written without torch's
+        notice, through NumPy for instance, fails the update with VerificationError.
+
+        `names` are those that are sent. Does nothing for other updates, with several ranks, and
+        while another thread sends or within `update()`. Not run on a GPU. Raises ConfigError for
+        names that are not sent, and after `close`.
+        """
+        if self._closed:
+            raise ConfigError("this sender is closed; connect again")
+        if not self.verify or self._begun_before():
+            return
+        ours = object()
+        if self._open_call.setdefault("call", ours) is not ours:
+            return
+        try:
+            self._group.worker.note_written(names)
+        finally:
+            del self._open_call["call"]
+
     def send_async(
         self,
         version: int | None = None,

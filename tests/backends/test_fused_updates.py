@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
+from weightsync.backends.ipc.sender import cuda_ring
 from weightsync.cuda.tiles import Tiles
 from weightsync.weights.copying import fused
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit, Memory
@@ -23,22 +25,28 @@ packings = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "pa
 
 
 class CountingKernel(HostKernel):
-    """Counts launches, and loses the last store of each if told so."""
+    """Counts launches, and loses the last store of each of the `losing` side, if one is.
+
+    The trainer packs without reading back; the receiver reads back what it copies.
+    """
 
     def __init__(self) -> None:
         self.launches = 0
-        self.losing = False
+        self.losing: Literal["", "trainer", "receiver"] = ""
         self._left = 0
 
-    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+    def launch(
+        self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool, reads_back: bool = True
+    ) -> None:
         self.launches += 1
         if copies:  # the sender's own pass may run beside it, and stores nothing
             self._left = sum(len(table) for table in tiles.values())
-        super().launch(tiles, sums, copies=copies)
+        super().launch(tiles, sums, copies=copies, reads_back=reads_back)
 
     def store(self, target: int, content: bytes) -> None:
         self._left -= 1
-        if not (self.losing and self._left == 0):
+        side = "receiver" if self._reads_back else "trainer"
+        if not (self.losing == side and self._left == 0):
             super().store(target, content)
 
 
@@ -116,20 +124,59 @@ def test_updates_without_verification(kernel: CountingKernel) -> None:
     receiver.close()
 
 
-def test_a_lost_store_is_named_and_nothing_changes(kernel: CountingKernel) -> None:
+@pytest.mark.parametrize(
+    ("packed", "losing"), [(False, "receiver"), (True, "receiver"), (True, "trainer")]
+)
+def test_a_lost_store_is_named_and_nothing_changes(
+    kernel: CountingKernel, packed: bool, losing: Literal["trainer", "receiver"]
+) -> None:
     ours, theirs = model(), model()
     receiver = ws.WeightReceiver(theirs)
-    with ws.connect(ours, to=receiver.handle, packed=False) as sender:
+    with ws.connect(ours, to=receiver.handle, packed=packed) as sender:
         fill(ours, 1)
         sender.send_weights()
         held = [parameter.data.clone() for parameter in theirs.parameters()]
         fill(ours, 2)
-        kernel.losing = True
+        kernel.losing = losing
         with pytest.raises(ws.VerificationError):
             sender.send_weights()
-        kernel.losing = False
+        kernel.losing = ""
         for parameter, before in zip(theirs.parameters(), held, strict=True):
             assert torch.equal(parameter.data.view(torch.int16), before.view(torch.int16))
         sender.send_weights()
         assert alike(ours, theirs)
     receiver.close()
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "by_launches", "ring"),
+    [
+        (16 * GIB, True, (GIB // 2, 2)),
+        (16 * GIB, False, (GIB // 2, 2)),
+        (GIB, True, (GIB, 1)),  # all of it in one turn, without a spare bucket
+        (GIB, False, (GIB // 2, 2)),
+        (100 * MIB + 1, True, (100 * MIB + 64, 1)),
+        (100 * MIB, False, (50 * MIB, 2)),
+        (MIB, True, (32 * MIB, 1)),
+        (0, False, (32 * MIB, 2)),
+    ],
+)
+def test_a_ring_on_a_gpu_has_few_large_buckets(
+    nbytes: int, by_launches: bool, ring: tuple[int, int]
+) -> None:
+    assert cuda_ring(nbytes, by_launches=by_launches) == ring
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 1024, 1 << 30])
+def test_a_ring_on_a_gpu_takes_what_is_allowed(number: int) -> None:
+    bucket, count = cuda_ring(16 * GIB, by_launches=True, num_buckets=number)
+    assert count == number
+    assert bucket % 64 == 0
+    assert bucket == 64 or bucket * number <= GIB
+    assert (bucket + 64) * number > GIB
+    given = cuda_ring(16 * GIB, by_launches=True, bucket_nbytes=100, num_buckets=number)
+    assert given == (128, number)
+    assert cuda_ring(MIB, by_launches=True, bucket_nbytes=64) == (64, 2)

@@ -92,7 +92,8 @@ def test_the_sizes_of_rings_are_those_of_the_code() -> None:
 
     assert ring("ring of a CPU trainer") == [HOST_BUCKETS, HOST_BUCKET_NBYTES // MIB]
     assert ring("ring of a GPU trainer")[1] == ipc.STAGED_BUCKET_NBYTES // MIB
-    assert ring("ring on a GPU") == [ipc.CUDA_BUCKETS, ipc.CUDA_BUCKET_NBYTES // MIB]
+    bucket_nbytes, number = ipc.cuda_ring(1 << 34, by_launches=True)
+    assert ring("ring on a GPU") == [number, bucket_nbytes // MIB]
     assert ring("ring, to other hosts")[1] == tcp.BUCKET_NBYTES // MIB
     assert ring("marks of lines")[0] == KEPT_VERSIONS
 

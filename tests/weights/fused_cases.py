@@ -46,7 +46,10 @@ class Case:
 class HostKernel:
     """Executes the tables of tiles byte by byte on the host."""
 
-    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+    def launch(
+        self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool, reads_back: bool = True
+    ) -> None:
+        self._reads_back = reads_back
         for alignment, table in tiles.items():
             for row in table.tolist():
                 source, target, read, stored, words, first, index, _ = row
@@ -72,7 +75,8 @@ class HostKernel:
         if target:
             held = held.ljust(stored, b"\0")
             self.store(target, held)
-            held = ctypes.string_at(target, len(held))
+            if self._reads_back:
+                held = ctypes.string_at(target, len(held))
         if sums is not None and words:
             content = torch.frombuffer(
                 bytearray(held.ljust(words * WORD, b"\0")), dtype=torch.uint8

@@ -252,6 +252,15 @@ def test_whole_tiles_move_16_bytes_at_a_time(compiler: ProcessPoolExecutor, copi
 
 
 @needs_triton
+def test_what_is_packed_is_read_once(compiler: ProcessPoolExecutor) -> None:
+    made = compiler.submit(triton_process.compile_for_hopper, 16, True, True, False).result(WAIT_S)
+    assert re.search(r"\bld\.global\.v2\.b64", made["ptx"])
+    assert re.search(r"\bst\.global\.v2\.b64", made["ptx"])
+    assert "ld.volatile" not in made["ptx"]
+    assert not re.search(r"^ *(?:gpu|ttg)\.barrier", made["ttgir"], flags=re.MULTILINE)
+
+
+@needs_triton
 @pytest.mark.parametrize("alignment", [8, 4, 2, 1])
 def test_every_alignment_compiles(compiler: ProcessPoolExecutor, alignment: int) -> None:
     made = compiler.submit(triton_process.compile_for_hopper, alignment, True, True)

@@ -7,6 +7,7 @@ the two have to agree bit by bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.lines import memory as lines
 from weightsync.weights.lines.memory import (
     LINE,
+    WORDS,
     LineBuffer,
     LineMemory,
     LineSample,
@@ -303,6 +305,41 @@ class TestMemory:
             assert target.sum_of(5, 1) == source.sum_of(5, 1)
             if marks is None:
                 assert target.sum_of(0, target.lines) == source.sum_of(0, source.lines)
+
+    @pytest.mark.parametrize("kinds", [(0, 1), (1, 0), (1, 1), "rows"])
+    def test_few_lines_are_copied_alone(
+        self, kinds: tuple[int, int] | Literal["rows"], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a GPU, where flat memory has rows: one copy for many lines."""
+        monkeypatch.setattr(lines, "_LINES_AT_ONCE", 7)
+        named = model()
+        layout = layout_of(named)
+        count = layout.nbytes // LINE
+        ends = [
+            (offset + tensor.nbytes - 1) // LINE
+            for offset, (_, tensor) in zip(layout.offsets, named, strict=True)
+            if tensor.nbytes
+        ]
+        wanted = sorted({0, 5, *ends, *range(11, count, 61)})
+        assert len(wanted) * 16 < count
+        places = (0, 0) if kinds == "rows" else kinds
+        target, source = (self.memories(layout, named)[place] for place in places)
+        if kinds == "rows":
+            for memory in (target, source):
+                first = next(flat for flat in memory.memory.tensors if flat.numel())
+                memory.is_flat, memory._rows = False, lines._all_rows(0, first, count)
+        before = target.read(np.arange(count, dtype=np.uint32))
+        for flat in source.memory.tensors:
+            flat.add_(1)
+        marks = new_marks(count)
+        lines.mark(marks, np.array(wanted, np.uint32))
+        target.copy_from(source, marks)
+        now = target.read(np.arange(count, dtype=np.uint32)).reshape(-1, WORDS)
+        theirs = source.read(np.arange(count, dtype=np.uint32)).reshape(-1, WORDS)
+        marked = np.isin(np.arange(count), wanted)
+        assert (now[marked] == theirs[marked]).all()
+        assert (now[~marked] == before.reshape(-1, WORDS)[~marked]).all()
+        assert (theirs != before.reshape(-1, WORDS)).any(1).all()
 
     def test_shards_have_no_lines(self) -> None:
         layout = layout_of([("t", torch.zeros(64))])

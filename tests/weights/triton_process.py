@@ -34,7 +34,9 @@ def sum_lines_interpreted(counts: list[int]) -> None:
         assert torch.equal(kernels.line_sums(words, 11), expected), count
 
 
-def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, str]:
+def compile_for_hopper(
+    alignment: int, copies: bool, mixes: bool, reads_back: bool = True
+) -> dict[str, str]:
     """Return the compiled kernel: Triton's intermediate form and PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -48,6 +50,7 @@ def compile_for_hopper(alignment: int, copies: bool, mixes: bool) -> dict[str, s
         "ELEMENT": kernels._WORDS[alignment],
         "COPIES": copies,
         "MIXES": mixes,
+        "READS_BACK": reads_back and copies,
     }
     source = ASTSource(
         fn=kernel,

@@ -486,6 +486,13 @@ class HeldMemory:
         """Return whether this engine moved tensor `index` of the source to `address`."""
         return False
 
+    def read_ahead(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Fingerprint tensors that have the values of the next update, if this engine can.
+
+        Called between updates, in the trainer's thread, which does not wait for a GPU. `tensors`
+        are the source's stable ones by their index. What was written since is fingerprinted again.
+        """
+
     def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:
         """List the shared memory of this engine; `names` has the readers' targets by index."""
         return []

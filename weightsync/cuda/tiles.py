@@ -21,5 +21,7 @@ They hold addresses and keep no memory alive."""
 class Kernel(Protocol):
     """The interface of the module `triton_kernels`."""
 
-    def launch(self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+    def launch(
+        self, tiles: Tiles, sums: torch.Tensor | None, *, copies: bool, reads_back: bool = True
+    ) -> None:
         """Enqueue the work of all tiles; see `triton_kernels.launch`."""

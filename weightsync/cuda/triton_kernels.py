@@ -29,12 +29,15 @@ _WORDS = {
 }
 
 
-def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
+def launch(
+    tiles: Tiles, sums: torch.Tensor | None, *, copies: bool, reads_back: bool = True
+) -> None:
     """Enqueue the work of all tiles on the current stream of their device; does not wait.
 
     Each tile adds its mixed words to its element of `sums` (`int64`, zeros before the launch);
     with None the kernel copies only. With `copies` it copies, reads the destination back and
-    fingerprints that; without, it fingerprints the sources.
+    fingerprints that, or, if it does not read back, the words that it stores; without `copies` it
+    fingerprints the sources.
     """
     for alignment, table in tiles.items():
         count = table.shape[0]
@@ -45,6 +48,7 @@ def launch(tiles: Tiles, sums: torch.Tensor | None, *, copies: bool) -> None:
             ELEMENT=_WORDS[alignment],
             COPIES=copies,
             MIXES=sums is not None,
+            READS_BACK=reads_back and copies,
             num_warps=NUM_WARPS,
         )
 
@@ -121,15 +125,19 @@ def _copy_tile(
 
 
 @triton.jit
-def _mix_tiles(
+def _mix_tiles(  # noqa: C901, PLR0915  # one kernel: its branches are decided when it is compiled
     table,
     sums,
     ALIGNMENT: tl.constexpr,  # noqa: N803
     ELEMENT: tl.constexpr,  # noqa: N803
     COPIES: tl.constexpr,  # noqa: N803
     MIXES: tl.constexpr,  # noqa: N803
+    READS_BACK: tl.constexpr,  # noqa: N803
 ):
-    """Copy and fingerprint one tile: this program's row of `table` (`int64[tiles, FIELDS]`)."""
+    """Copy and fingerprint one tile: this program's row of `table` (`int64[tiles, FIELDS]`).
+
+    To read the destination back costs half as much memory traffic again as the copy.
+    """
     row = table + tl.program_id(0).to(tl.int64) * _FIELDS
     memory = tl.load(row).to(tl.pointer_type(ELEMENT))
     width: tl.constexpr = 8 if ALIGNMENT == 16 else ALIGNMENT
@@ -139,9 +147,13 @@ def _mix_tiles(
         offsets = tl.arange(0, _BLOCK)
     else:
         offsets = tl.reshape(tl.arange(0, _BLOCK * per_word), [_BLOCK, per_word])
+    stores: tl.constexpr = COPIES and MIXES and not READS_BACK
+    target = memory
+    stored = held
     if COPIES:
         target = tl.load(row + 1).to(tl.pointer_type(ELEMENT))
         stored = tl.load(row + 3) // width
+    if COPIES and not stores:
         _copy_tile(memory, target, offsets, held, stored, _TILE * per_word, ALIGNMENT)
         memory, held = target, stored
         # A thread may read back what another thread stored.
@@ -157,14 +169,21 @@ def _mix_tiles(
                 sources = memory + i * (_BLOCK * per_word) + offsets
                 if ALIGNMENT == 16:
                     sources = tl.multiple_of(sources, 16)
-                parts = tl.load(sources, volatile=COPIES)
+                parts = tl.load(sources, volatile=READS_BACK)
+                if stores:
+                    targets = target + i * (_BLOCK * per_word) + offsets
+                    if ALIGNMENT == 16:
+                        targets = tl.multiple_of(targets, 16)
+                    tl.store(targets, parts)
                 word = parts.to(tl.uint64) if per_word == 1 else _joined(parts, width)
                 total += _mix(word, keyed)
                 keyed += (_BLOCK * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
             done = _TILE
         while done < words:
             at = done * per_word + offsets
-            parts = tl.load(memory + at, mask=at < held, other=0, volatile=COPIES)
+            parts = tl.load(memory + at, mask=at < held, other=0, volatile=READS_BACK)
+            if stores:
+                tl.store(target + at, parts, mask=at < stored)
             word = parts.to(tl.uint64) if per_word == 1 else _joined(parts, width)
             mixed = _mix(word, keyed)
             total += tl.where(places + done < words, mixed, tl.zeros_like(mixed))

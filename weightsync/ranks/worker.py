@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -124,6 +124,8 @@ class RankWorker:
     """
 
     address: str | None = None
+    _places: dict[str, int] | None = None
+    _known: list[torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -310,7 +312,7 @@ class RankWorker:
         engines, self.engines = self.engines, {}
         heartbeat, self._heartbeat = self._heartbeat, None
         handshakes, self._handshakes = self._handshakes, {}
-        self.reading = {}
+        self.reading, self._known = {}, None
         self.sent.refresh()
         with ExitStack() as last:
             for engine in engines.values():
@@ -471,6 +473,31 @@ class RankWorker:
                     part(engine, ReaderChanges).base_readers(readers)
                 )
         return {name: reading[name] for name in self.engines if reading[name]}
+
+    def note_written(self, names: Iterable[str] | None) -> None:
+        """Have the engines fingerprint tensors that have the values of the next update.
+
+        None are all tensors. Does nothing for sources that are made or copied for each update, and
+        with several ranks. Raises ConfigError for names that are not sent.
+        """
+        source = self.source
+        if self._places is None:
+            specs = source.manifest.specs
+            self._places = {spec.name: index for index, spec in enumerate(specs)}
+        named = list(self._places if names is None else names)
+        unknown = [name for name in named if name not in self._places]
+        if unknown:
+            raise ConfigError(
+                f"{len(unknown)} tensors are not among those that are sent: {shorten(unknown)}"
+            )
+        if self._collective is not None or self._snapshot is not None or source.is_made:
+            return
+        if self._known is None:  # a module of thousands of tensors is inspected once for an update
+            self._known = source.stable_tensors() or []
+            source.refresh()
+        tensors = {self._places[name]: self._known[self._places[name]] for name in named}
+        for engine in self.engines.values():
+            part(engine, HeldMemory).read_ahead(tensors)
 
     def _check_moved(self) -> CommandResult:
         """Return whether registered memory has moved. Raises in a block that sent too much."""
@@ -691,6 +718,7 @@ class RankWorker:
     def _begin(self, command: Begin) -> CommandResult:
         """Start an update: watch its tensors, and begin it on the engines that have readers."""
         self.is_apart, self._transfers, self.late = command.apart, False, None
+        self._known = None
         self._has_failed = False
         self._sums, self._parts = command.sums, {}
         self.reading = self._readers_of(command.readers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,8 +13,7 @@ from weightsync.cuda.staging import CudaCopyStream, StagedBuckets
 from weightsync.shm.ring import RingWriter
 from weightsync.shm.shared_stream import SharedStream, address_of_storage, companion_sizes
 from weightsync.tensors import TORCH_DTYPES
-from weightsync.weights.copying.copy_plan import Memory, UnitCompiler
-from weightsync.weights.copying.fused import hashers
+from weightsync.weights.copying.copy_plan import CompiledUnit, Memory, UnitCompiler
 from weightsync.weights.copying.layout import StreamLayout, aligned
 from weightsync.weights.sources.base import SourceMemory, WeightSource
 from weightsync.wire.offers import StorageInfo
@@ -110,13 +109,11 @@ def has_offsets(memory: SharedStream | DeviceStream, layout: StreamLayout) -> bo
     return isinstance(memory, SharedStream) and memory.offsets == layout.offsets
 
 
-def in_place_hashers(
-    memory: SharedStream | DeviceStream, layout: StreamLayout
-) -> list[Callable[[], int]]:
-    """Return a function for each copy unit of registered memory that fingerprints it in place."""
+def in_place_units(memory: SharedStream | DeviceStream, layout: StreamLayout) -> list[CompiledUnit]:
+    """Return the copy units of registered memory, whose sources and targets are that memory."""
     in_place = Memory(memory.tensors, flat=has_offsets(memory, layout))
     compiler = UnitCompiler(layout, in_place, in_place)
-    return hashers([compiler.compile(unit) for unit in layout.units])
+    return [compiler.compile(unit) for unit in layout.units]
 
 
 def storage_info(memory: SharedStream | DeviceStream | None) -> StorageInfo | None:

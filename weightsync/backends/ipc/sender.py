@@ -16,9 +16,10 @@ from weightsync.backends.base import (
     TransferOptions,
     TransferProgress,
 )
+from weightsync.backends.ipc.early import EarlyFingerprints
 from weightsync.backends.ipc.memory import (
     held_tensors,
-    in_place_hashers,
+    in_place_units,
     is_occupied,
     memory_names,
     refresh_memory,
@@ -48,8 +49,16 @@ from weightsync.profiling import scope
 from weightsync.shm.ring import Control, RingWriter
 from weightsync.shm.shared_stream import SharedStream
 from weightsync.specs import Manifest
+from weightsync.weights.copying.copy_plan import CompiledUnit
 from weightsync.weights.copying.fingerprint import table_digest
-from weightsync.weights.copying.layout import UNIT_NBYTES, StreamLayout, aligned, units_per_chunk
+from weightsync.weights.copying.fused import hashers
+from weightsync.weights.copying.layout import (
+    ALIGNMENT,
+    UNIT_NBYTES,
+    StreamLayout,
+    aligned,
+    units_per_chunk,
+)
 from weightsync.weights.sources.base import WeightSource, Writers, WritingSource, checked
 from weightsync.weights.sources.packer import Packer, StagedPacker
 from weightsync.wire.messages import SharedMemoryUsage
@@ -130,9 +139,32 @@ class ReaderProgress:
 
 STAGED_BUCKET_NBYTES = 8 << 20
 """For copies from a GPU to the host: large enough that the start of a copy costs little."""
-CUDA_BUCKET_NBYTES = 512 << 20
+CUDA_RING_NBYTES = 1 << 30
+"""The most bytes of a ring on a GPU, if its buckets are not given."""
 CUDA_BUCKETS = 2
+"""For models that do not fit into the ring: the best of what was measured (docs/performance.md)."""
 CUDA_UNIT_NBYTES = 32 << 20
+
+
+def cuda_ring(
+    nbytes: int,
+    *,
+    by_launches: bool,
+    bucket_nbytes: int | None = None,
+    num_buckets: int | None = None,
+) -> tuple[int, int]:
+    """Return the bytes of a bucket, and the number of buckets, for `nbytes` of weights on a GPU.
+
+    Each bucket costs two changes of the GPU between the two processes, so there are as few as the
+    memory allows. What is packed `by_launches` of a kernel and fits is packed at once, and needs no
+    spare bucket: one GPU does not run the kernels of both at the same time. What the trainer makes
+    tensor by tensor has two buckets, so that it makes the next ones while a receiver loads.
+    """
+    fits = nbytes <= CUDA_RING_NBYTES
+    number = num_buckets or (1 if fits and by_launches and not bucket_nbytes else CUDA_BUCKETS)
+    most = CUDA_RING_NBYTES // number // ALIGNMENT * ALIGNMENT
+    share = aligned(max(-(-nbytes // number), CUDA_UNIT_NBYTES))
+    return aligned(bucket_nbytes or max(min(share, most), ALIGNMENT)), number
 
 
 class IpcTrainerEngine(RingEngine):
@@ -162,8 +194,16 @@ class IpcTrainerEngine(RingEngine):
         packed = self._packed = must_pack if options.packed is None else options.packed
         ring_on_gpu = on_gpu and packed
         self._unit_nbytes = CUDA_UNIT_NBYTES if on_gpu else UNIT_NBYTES
-        bucket_nbytes, num_buckets = _ring_size(options, on_gpu=ring_on_gpu)
         self._whole = StreamLayout(self.manifest, unit_nbytes=self._unit_nbytes)
+        if ring_on_gpu:
+            bucket_nbytes, num_buckets = cuda_ring(
+                self._whole.nbytes,
+                by_launches=stable is not None,
+                bucket_nbytes=options.bucket_nbytes,
+                num_buckets=options.num_buckets,
+            )
+        else:
+            bucket_nbytes, num_buckets = _host_ring(options)
         entries = max(
             num_buckets * units_per_chunk(bucket_nbytes, self._unit_nbytes),
             len(self._whole.units),
@@ -198,7 +238,10 @@ class IpcTrainerEngine(RingEngine):
         self.reader_progress = ReaderProgress(self._control, self._whole)
         self._since = time.monotonic()
         self._packer = self._packer_of(self.manifest)
-        self._hashers: list[Callable[[], int]] | None = None
+        self._in_place: list[CompiledUnit] | None = None
+        self._hashers: tuple[list[int], list[Callable[[], int]]] | None = None
+        self._early: EarlyFingerprints | None = None
+        self._read_early: dict[int, Callable[[], int]] = {}
         self._table: list[int] = []
         self._verify = True
         self._written_nbytes = 0
@@ -295,6 +338,22 @@ class IpcTrainerEngine(RingEngine):
             packer = self._packer if is_whole else self._packer_of(given.manifest)
             return self._begin_packed(list(readers), packer, given, stable)
         return self._begin_unpacked(list(readers), stable)
+
+    def read_ahead(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Fingerprint registered memory whose tensors have the values of the next update."""
+        if self._memory is None or not self.manifest.nbytes:
+            return
+        if self._early is None:
+            units = self._units_in_place(self._memory)
+            addresses = [flat.data_ptr() for flat in self._memory.tensors]
+            early = EarlyFingerprints(self._whole, units, addresses)
+            self._early = self._kept.enter_context(closing(early))
+        self._early.note(tensors)
+
+    def _units_in_place(self, memory: SharedStream | DeviceStream) -> list[CompiledUnit]:
+        if self._in_place is None:
+            self._in_place = in_place_units(memory, self._whole)
+        return self._in_place
 
     def is_adopted(self, index: int, address: int) -> bool:
         """Whether tensor `index` was moved to `address` by this engine."""
@@ -398,7 +457,8 @@ class IpcTrainerEngine(RingEngine):
 
     def close(self) -> None:
         """Free everything, in reverse order. Idempotent."""
-        self._update = self._begun = self._hashers = None
+        self._update = self._begun = self._hashers = self._in_place = self._early = None
+        self._read_early = {}
         self._kept.close()
 
     def _packer_of(self, manifest: Manifest) -> Packer:
@@ -471,6 +531,8 @@ class IpcTrainerEngine(RingEngine):
             refresh_memory(memory, self._source, stable)
         if isinstance(memory, DeviceStream):
             memory.wait()  # readers start when they get the message with this payload
+        early = None if self._early is None or stable is None else self._early.take(stable)
+        self._read_early = early or {}
         self._update = self._publish_table
         return RingUpdate(epoch=epoch, base=self._control.table_ready, packed=False)
 
@@ -480,22 +542,23 @@ class IpcTrainerEngine(RingEngine):
             return
         on_host = isinstance(self._memory, SharedStream)  # a GPU runs all passes at once
         limit = ReadAhead(self.reader_progress.furthest) if on_host else None
-        if self._hashers is None:
-            self._hashers = in_place_hashers(self._memory, self._whole)
-        for unit, hasher in zip(self._whole.units, self._hashers, strict=True):
+        early, self._read_early = self._read_early, {}
+        units = self._whole.units
+        left = [i for i in range(len(units)) if i not in early]
+        if self._hashers is None or self._hashers[0] != left:
+            in_place = self._units_in_place(self._memory)
+            self._hashers = left, hashers([in_place[i] for i in left])
+        readers = {**early, **dict(zip(left, self._hashers[1], strict=True))}
+        for i, unit in enumerate(units):
             check()
-            if limit:
+            if limit and i not in early:
                 limit.wait(unit.start)
-            self._table.append(hasher())
+            self._table.append(readers[i]())
         self._control.write_fingerprints(0, self._table)
         self._control.table_ready += len(self._table)
 
 
-def _ring_size(options: TransferOptions, *, on_gpu: bool) -> tuple[int, int]:
+def _host_ring(options: TransferOptions) -> tuple[int, int]:
     staged = options.device.type == "cuda"
     host_bucket = STAGED_BUCKET_NBYTES if staged else HOST_BUCKET_NBYTES
-    bucket_nbytes = aligned(
-        options.bucket_nbytes or (CUDA_BUCKET_NBYTES if on_gpu else host_bucket)
-    )
-    num_buckets = options.num_buckets or (CUDA_BUCKETS if on_gpu else HOST_BUCKETS)
-    return bucket_nbytes, num_buckets
+    return aligned(options.bucket_nbytes or host_bucket), options.num_buckets or HOST_BUCKETS

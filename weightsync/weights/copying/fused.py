@@ -128,7 +128,8 @@ def segments_of(
 class Batch:
     """Units on one device that one launch copies, fingerprints or both, any number of times.
 
-    `copies` False only reads the sources, `mixes` False takes no fingerprints, and `fills` also
+    `copies` False only reads the sources, `mixes` False takes no fingerprints, `reads_back` False
+    takes those of what it stores instead of what the destination holds then, and `fills` also
     writes the zeros of gaps. The memory of the units must not move. The batch keeps it alive;
     with `keeps` False the caller checks before each launch that it is still there. For one thread.
     """
@@ -140,9 +141,11 @@ class Batch:
         *,
         copies: bool = True,
         mixes: bool = True,
+        reads_back: bool = True,
         fills: bool = False,
         keeps: bool = True,
     ) -> None:
+        self._reads_back = reads_back
         self._kept = units if keeps else ()
         self._kernel = kernel
         self._copies = copies
@@ -192,7 +195,9 @@ class Batch:
     def _enqueue(self) -> None:
         if self._sums is not None:
             self._sums.zero_()
-        self._kernel.launch(self._tiles, self._sums, copies=self._copies)
+        self._kernel.launch(
+            self._tiles, self._sums, copies=self._copies, reads_back=self._reads_back
+        )
         if self._sums is not None:
             self._host.copy_(self._sums, non_blocking=True)
 
@@ -272,12 +277,19 @@ def hashers(
 
     For units whose sources and targets are the same memory.
     """
+    batch = reading(units, kernel=kernel)
+    if batch is None:
+        return [unit.fingerprint for unit in units]
+    return [partial(_read_unit, batch, i) for i in range(len(units))]
+
+
+def reading(units: Sequence[CompiledUnit], *, kernel: Kernel | None = None) -> Batch | None:
+    """Return a batch that fingerprints the sources of units; None where torch does it."""
     plain = _whole(units)
     kernel = kernel or kernel_of(plain, among=len(units))
-    if kernel is None:
-        return [unit.fingerprint for unit in units]
-    batch = Batch(plain, kernel, copies=False)
-    return [partial(_read_unit, batch, i) for i in range(len(units))]
+    if kernel is None or len(plain) < len(units):
+        return None
+    return Batch(plain, kernel, copies=False)
 
 
 def _whole(units: Sequence[CompiledUnit]) -> list[DeviceCopyUnit]:
@@ -375,9 +387,11 @@ def chunk_batches(
 ) -> list[Batch] | None:
     """Return a batch for each chunk: it writes `tensors` (`uint8[nbytes]`) and zeros into a bucket.
 
-    None where tensors and buckets are not on one GPU on which the kernel works. The batches do not
-    keep the tensors alive, since the trainer may offload them: before each launch the caller checks
-    that all addresses are the same.
+    Its fingerprints are those of what it read of the tensors: a store that fails shows in those of
+    the receiver, which reads back what it copied out of the bucket. None where tensors and buckets
+    are not on one GPU on which the kernel works. The batches do not keep the tensors alive, since
+    the trainer may offload them: before each launch the caller checks that all addresses are the
+    same.
     """
     batches = []
     for j, chunk in enumerate(layout.chunks):
@@ -391,7 +405,9 @@ def chunk_batches(
         kernel = kernel or kernel_of(units, among=len(units))
         if kernel is None:
             return None
-        batches.append(Batch(units, kernel, mixes=verify, fills=True, keeps=False))
+        batches.append(
+            Batch(units, kernel, mixes=verify, reads_back=False, fills=True, keeps=False)
+        )
     return batches
 
 
@@ -421,10 +437,13 @@ def _proved(device: torch.device) -> Kernel | None:
         kernel: Kernel = cast(Any, import_module("weightsync.cuda.triton_kernels"))
         source = torch.arange(_TRIAL_NBYTES, device=device).to(torch.uint8)
         target = torch.zeros_like(source)
-        batch = Batch([DeviceCopyUnit((target,), (source,), ())], kernel)
-        batch.launch()
-        if batch.fingerprints() != [mix64(source)] or not torch.equal(source, target):
-            raise RuntimeError("it does not copy or fingerprint as torch does")
+        for reads_back in (True, False):
+            target.zero_()
+            unit = DeviceCopyUnit((target,), (source,), ())
+            batch = Batch([unit], kernel, reads_back=reads_back)
+            batch.launch()
+            if batch.fingerprints() != [mix64(source)] or not torch.equal(source, target):
+                raise RuntimeError("it does not copy or fingerprint as torch does")
     except Exception as exc:  # noqa: BLE001 # a compiler at run time fails in many ways
         reason = str(exc).partition("\n")[0] or type(exc).__name__
         logger.warning(

@@ -43,6 +43,10 @@ _BLOCK_LINES = 1 << 14
 """Lines that torch works on at a time, and elements that are cast at a time: they fit a cache."""
 _GROUP_LINES = 1 << 24
 """Lines of a GPU that are looked at together, at most: 1 GiB, for which the host waits once."""
+_LINES_AT_ONCE = 1 << 21
+"""Lines that are copied by their numbers at once: 128 MiB, for which a GPU has a buffer."""
+_LINES_PER_COPY = 16
+"""Where more than one line in so many has changed, all are copied."""
 _HOST = torch.device("cpu")
 _MOST_SAMPLES, _MOST_APART = 4096, 512
 """Groups of eight lines that are looked at to estimate how many changed, and one of how many."""
@@ -162,6 +166,20 @@ def marked(marks: Marks) -> Iterator[Indices]:
         count = int(compiled.list_marked(marks, np.uint64(first), np.uint64(stop), buffer))
         if count:
             yield buffer[:count]
+
+
+def _together(blocks: Iterable[Indices]) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the numbers of several blocks at once: a GPU is asked seldom, and for many lines."""
+    held: list[npt.NDArray[np.int64]] = []
+    count = 0
+    for block in blocks:
+        held.append(block.astype(np.int64))
+        count += len(block)
+        if count >= _LINES_AT_ONCE:
+            yield np.concatenate(held)
+            held, count = [], 0
+    if held:
+        yield np.concatenate(held)
 
 
 def count_marked(marks: Marks) -> int:
@@ -645,6 +663,8 @@ class LineMemory:
             if flat:
                 self._rows = _all_rows(*filled[0], self.lines)
         self._starts = [first for first, _ in self._tensors]
+        self._filled = np.array([first for first, _ in filled], np.int64)
+        self._sizes = np.array([flat.numel() for _, flat in filled], np.int64)
         self._memory = memory
         ends = [(first + f.numel() // LINE, f.numel() % LINE) for first, f in filled]
         self._ends = np.array([end for end in ends if end[1]], np.int64).reshape(-1, 2)
@@ -747,8 +767,37 @@ class LineMemory:
             for indices in marked(marks):
                 kernels().copy_lines(np.uint64(self._base), np.uint64(other._base), indices)
             return
+        if marks is not None and count_marked(marks) * _LINES_PER_COPY < self.lines:
+            for numbers in _together(marked(marks)):
+                self._copy_lines(other, numbers)
+            return
         for mine, theirs in zip(self._memory.tensors, other.memory.tensors, strict=True):
             mine.copy_(theirs)
+
+    def _copy_lines(self, other: LineMemory, indices: npt.NDArray[np.int64]) -> None:
+        """Copy these lines of a memory of the same layout; does not wait for a GPU."""
+        if self._rows is not None and other._rows is not None:
+            chosen = torch.from_numpy(indices).to(self._rows.device)
+            self._rows[chosen] = other._rows[chosen]
+            return
+        mine, theirs = (
+            [flat for flat in memory.tensors if flat.numel()]
+            for memory in (self._memory, other.memory)
+        )
+        begins = np.searchsorted(indices, self._filled)
+        ends = np.searchsorted(indices, self._filled + -(-self._sizes // LINE))
+        for i in np.flatnonzero(ends > begins).tolist():
+            chosen = indices[begins[i] : ends[i]] - self._filled[i]
+            whole = int(self._sizes[i]) // LINE
+            if chosen[-1] == whole:  # the last line, which the tensor does not fill
+                mine[i][whole * LINE :].copy_(theirs[i][whole * LINE :])
+                chosen = chosen[:-1]
+            if len(chosen):
+                at = torch.from_numpy(chosen).to(mine[i].device)
+                rows, sources = (
+                    flat[: whole * LINE].view(-1, LINE) for flat in (mine[i], theirs[i])
+                )
+                rows[at] = sources[at]
 
     def _swap_whole(self, flat: torch.Tensor, first: int, indices: Indices, lines: Words) -> int:
         """Overwrite whole lines of one tensor, which begins at line `first`."""
