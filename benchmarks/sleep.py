@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--mbytes", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warm-ups", type=int, default=2, help="rounds before these")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         name = options.model
@@ -45,7 +46,8 @@ def main() -> None:
             name = write_llama(Path(folder), options.mbytes, "bfloat16")
         model = load_model(name, dtype=torch.bfloat16).model.to(options.device)
         with server(name, "--dtype", "bfloat16", "--device", options.device) as there:
-            paths, seconds = measure(model, there, options.rounds)
+            print(f"the server answers at {there.url}", flush=True)
+            paths, seconds = measure(model, there, options.rounds, options.warm_ups)
     alone = statistics.median(seconds["update"])
     copy = statistics.median(seconds.pop("copy"))
     print(f"{options.device}, {', '.join(sorted(paths))}; a plain copy {copy * 1e3:.2f} ms")
@@ -55,13 +57,15 @@ def main() -> None:
         print(f"| {kind} | {median * 1e3:.1f} | {median / copy:.2f} | {median / alone:.2f} |")
 
 
-def measure(model: Any, there: Server, rounds: int) -> tuple[set[str], dict[str, list[float]]]:
+def measure(
+    model: Any, there: Server, rounds: int, warm_ups: int
+) -> tuple[set[str], dict[str, list[float]]]:
     """Return the paths that the updates took, and the seconds of each kind of update."""
     seconds: dict[str, list[float]] = {kind: [] for kind in ("copy", *KINDS)}
     copies = [torch.empty_like(one) for one in model.parameters()]
     paths: set[str] = set()
     with ws.connect(model, to=there.url, delta="off") as sender:
-        for turn in range(-2, rounds):
+        for turn in range(-warm_ups, rounds):
             copied = copy_time(model, copies)
             for level, kind in enumerate(KINDS):
                 step(model)
@@ -73,6 +77,7 @@ def measure(model: Any, there: Server, rounds: int) -> tuple[set[str], dict[str,
                 took = time.perf_counter() - started
                 paths.update(receiver.path for receiver in report.receivers)
                 check_tokens(model, there)
+                print(f"{kind}: {took * 1e3:.1f} ms, and the tokens are the trainer's", flush=True)
                 if turn >= 0:
                     seconds[kind].append(took)
             if turn >= 0:

@@ -86,7 +86,7 @@ def test_a_step_that_hangs_is_ended_with_its_children(
     )
     steps = (step("hangs", code, limit_s=8.0),)
     monkeypatch.setattr(gpu_day, "STEPS", steps)
-    assert day(tmp_path, *steps) == (1, {"hangs": "late"})
+    assert day(tmp_path, *steps, more=("--patience", "1")) == (1, {"hangs": "late"})
     assert "begun" in (tmp_path / "hangs.txt").read_text(encoding="utf-8")
     deadline = time.monotonic() + 30
     while _lives(int(pid.read_text())) and time.monotonic() < deadline:
@@ -126,6 +126,17 @@ def test_the_steps_run_on_a_host(tmp_path: Path) -> None:
     assert [name for name, verdict in verdicts.items() if verdict == "passed"] == [
         one.name for one in gpu_day.STEPS if one.toy is not None
     ]
+
+
+def test_the_limits_of_one_gpu_add_up_to_the_budget() -> None:
+    assert sum(one.limit_s for one in gpu_day.STEPS if one.gpus == 1) <= gpu_day.BUDGET_S
+
+
+def test_a_host_has_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (step("slow", "import time; time.sleep(1.5)", limit_s=0.5),)
+    monkeypatch.setattr(gpu_day, "STEPS", steps)
+    assert day(tmp_path, *steps, more=("--patience", "1")) == (1, {"slow": "late"})
+    assert day(tmp_path, *steps, more=("--patience", "100")) == (0, {"slow": "passed"})
 
 
 def test_all_steps_name_modules_that_exist() -> None:
