@@ -57,6 +57,8 @@ MODELS: dict[str, tuple[str, Callable[[], list[Tensor]]]] = {
 PRESETS = {"full": (("qwen3-8b", "qwen3-30b-a3b"), 10), "toy": (("toy",), 2)}
 WAYS = ((False, True), (False, False), (True, True), (True, False))
 """Packed, and verified."""
+WRITTEN = "unpacked, written"
+"""Verified, with `written` called before the clock starts, as behind the optimizer's step."""
 RINGS = (1, 2, 3, 4)
 """Buckets that share the memory of a ring."""
 TOY_RING_NBYTES = 1 << 20
@@ -159,12 +161,16 @@ def measure(
     way: tuple[bool, bool],
     repeats: int,
     ring: tuple[int, int] | None = None,
+    *,
+    written: bool = False,
 ) -> tuple[Row, Mapping[str, str]]:
     """Time updates of one kind, check the values that arrived, and print the skipped paths.
 
-    `ring` are the bytes of a bucket and the number of buckets; None takes the default.
+    `ring` are the bytes of a bucket and the number of buckets; None takes the default. With
+    `written` the trainer's pass is over when an update begins.
     """
     packed, verify = way
+    name = WRITTEN if written else "packed" if packed else "unpacked"
     before = device.allocated()
     data, swaps, passes, totals, clock = [], [], [], [], "host"
     bucket_nbytes, num_buckets = ring or (None, None)
@@ -182,6 +188,8 @@ def measure(
             if i == WARM_UPS:
                 device.begin_peak()
                 peer.ask("begin_peak")
+            if written:
+                sender.written()
             device.wait()
             launches()
             peer.ask("launches")
@@ -201,9 +209,9 @@ def measure(
             passes.append(mine[-1][1] if mine and not packed else 0.0)
         # The next measurement needs memory, too.
         trainer_extra, receiver_peak = device.peak() - before, peer.ask("peak")
-    check_sums(module, peer, f"{'packed' if packed else 'unpacked'}, {report.verified}")
+    check_sums(module, peer, f"{name}, {report.verified}")
     row = Row(
-        way="packed" if packed else "unpacked",
+        way=name,
         path=report.path,
         verified=report.verified,
         data_s=statistics.median(data),
@@ -293,9 +301,9 @@ def run_model(title: str, tensors: Sequence[Tensor], device: Device, kind: str, 
     device.forget()
     rows: list[Row] = []
     with receiving_process(tensors, kind) as peer:
-        for way in WAYS:
+        for way, written in (*((way, False) for way in WAYS), (WAYS[0], True)):
             peer.ask("renew")
-            row, skipped = measure(module, peer, device, way, n)
+            row, skipped = measure(module, peer, device, way, n, written=written)
             rows.append(row)
             for path, reason in skipped.items():
                 print(f"{row.way}, verified: {row.verified}: not by {path}: {reason}")

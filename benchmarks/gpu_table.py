@@ -37,9 +37,14 @@ def bars_of(result: Result, *, ring_nbytes: int) -> list[Bar]:
     ahead = result.rival_s / packed.total_s
     allowed = ring_nbytes + result.largest_group
     extra = max(row.trainer_extra for row in (proved, bare, packed, plain))
+    written = [row for row in result.rows if row.way == "unpacked, written"]
     return [
         _at_least("unpacked: data phase, of the copy rate", bare.of_copy_rate, 0.85),
         _at_least("unpacked, verified: data phase, of the copy rate", proved.of_copy_rate, 0.85),
+        *(
+            _at_least("unpacked, written, verified: the same", row.of_copy_rate, 0.85)
+            for row in written
+        ),
         _at_least("packed: data phase, of the copy rate", plain.of_copy_rate, 0.35),
         _at_least("packed, verified: data phase, of the copy rate", packed.of_copy_rate, 0.35),
         Bar("unpacked: control plane", _ms(bare.control_s), "<= 10 ms", bare.control_s <= 0.010),
@@ -80,20 +85,20 @@ def _lines(result: Result, ring_nbytes: int) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"{'way':<12} {'path':<14} {'verified':<9} {'data ms':>9} {'of copy':>8} "
+        f"{'way':<17} {'path':<14} {'verified':<9} {'data ms':>9} {'of copy':>8} "
         f"{'clock':<6} {'swap ms':>7} {'total ms':>9} {'control ms':>10} {'own pass':>8} "
         f"{'slots':>5} {'extra MB':>9} {'there':>7}"
     )
     for row in result.rows:
         yield _line(row, result.copy_s)
-    yield f"{'re-enacted':<12} {'':<50} {'':<7} {result.rival_s * 1e3:9.2f}"
+    yield f"{'re-enacted':<17} {'':<50} {'':<7} {result.rival_s * 1e3:9.2f}"
     yield ""
     yield from map(str, bars_of(result, ring_nbytes=ring_nbytes))
 
 
 def _line(row: Row, copy_s: float) -> str:
     return (
-        f"{row.way:<12} {row.path:<14} {row.verified:<9} {row.data_s * 1e3:9.2f} "
+        f"{row.way:<17} {row.path:<14} {row.verified:<9} {row.data_s * 1e3:9.2f} "
         f"{row.of_copy_rate:8.1%} {row.clock:<6} {row.swap_s * 1e3:7.2f} {row.total_s * 1e3:9.2f} "
         f"{row.control_s * 1e3:10.2f} {row.sender_pass_s / copy_s:8.2f} {row.slots:5d} "
         f"{row.trainer_extra / MB:9.1f} {row.receiver_extra / MB:7.1f}"
