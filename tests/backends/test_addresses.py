@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from weightsync.backends.base import Reader
-from weightsync.backends.tcp.trainer import ADDRESS_VARIABLE, address_for
+from weightsync.backends.tcp.trainer import ADDRESS_VARIABLE, address_for, addresses_for
+from weightsync.shm.addresses import is_assigned
 from weightsync.shm.host_keys import host_key
 
 
@@ -58,3 +61,25 @@ def test_loopback_serves_this_host_alone(
     assert address_for(to(target, "198.51.100.7", host_key())) == expected
     monkeypatch.setenv(ADDRESS_VARIABLE, "203.0.113.5")
     assert address_for(to(target, None, host_key())) == "203.0.113.5"
+
+
+def test_of_several_addresses_the_first_that_reaches_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that this host does not have, or that the target does not answer, is passed over."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        target = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for listed in ("203.0.113.5, 127.0.0.3,127.0.0.4", "::1,127.0.0.3"):
+            monkeypatch.setenv(ADDRESS_VARIABLE, listed)
+            assert address_for(to(target, None)) == "127.0.0.3"
+            assert addresses_for([to(target, None)] * 3) == ["127.0.0.3"] * 3
+        monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.3,127.0.0.4")
+        assert address_for(to("Actor Rollout 0a1b", None)) == "127.0.0.3"
+    # An error of the connection names the first one then.
+    monkeypatch.setenv(ADDRESS_VARIABLE, "203.0.113.5,127.0.0.3")
+    assert address_for(to(target, None)) == "203.0.113.5"
+
+
+def test_an_address_is_assigned_to_this_host_or_not() -> None:
+    assert is_assigned("127.0.0.1")
+    assert not is_assigned("203.0.113.5")

@@ -10,12 +10,15 @@ from typing import Any, Literal
 import weightsync as ws
 
 Step = Literal["init", "start", "load", "finish"]
-Act = Literal["raise", "die"]
+Act = Literal["raise", "die", "lose"]
 LOOKS_BEFORE = 1
 
 
 def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
-    """Make the next `step` fail: `load` before any byte, `finish` after the swap."""
+    """Make the next `step` fail: `load` before any byte, `finish` after the swap.
+
+    With `lose` as where no host has the bytes of the update any more.
+    """
     session: Any = receiver._session
     owner, name = {
         "init": (session, "init"),
@@ -32,6 +35,8 @@ def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
         if act == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         setattr(owner, name, genuine)
+        if act == "lose":
+            raise ws.SourceLostError(f"sabotage of {step}")
         raise RuntimeError(f"sabotage of {step}")
 
     setattr(owner, name, fail)

@@ -42,6 +42,7 @@ from weightsync.wire.messages import FinishRequest, Reply, Request, Status, Stat
 from weightsync.wire.problem import Problem, from_problem, to_problem
 
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_TOOLS = {"PATH": TOOL_PATH}
 _DIES_WITH_PARENT = 1
 _LISTENING = "0A"
 
@@ -136,16 +137,22 @@ def trainer(host: Host) -> Iterator[Trainer]:
 @contextmanager
 def ranks(*hosts: Host, model: str = "plain") -> Iterator[list[Trainer]]:
     """A trainer with a rank on each of these hosts, joined by Gloo over their network."""
-    listener = hosts[0].call(lambda: _listener(socket.AF_INET, hosts[0].address, 0))
-    port = listener.getsockname()[1]
-    listener.close()
     with ExitStack() as stack:
         made = [stack.enter_context(trainer(host)) for host in hosts]
-        for rank, each in enumerate(made):
-            each.begin("join", rank, len(made), hosts[0].address, port, model)
-        for each in made:
-            each.end()
+        join(made, model)
         yield made
+
+
+def join(crew: Sequence[Trainer], model: str) -> None:
+    """Join processes on hosts to a trainer, the first of them as rank 0."""
+    host = crew[0].host
+    listener = host.call(lambda: _listener(socket.AF_INET, host.address, 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    for rank, each in enumerate(crew):
+        each.begin("join", rank, len(crew), host.address, port, model)
+    for each in crew:
+        each.end()
 
 
 def together(crew: Sequence[Trainer], what: str, *args: object, **options: object) -> list[Any]:
@@ -193,30 +200,79 @@ def half_reachable(host: Host, *, deaf: Host, others: Sequence[Host]) -> Iterato
             _ip(other, f"route del {address}/32")
 
 
+class DataAddress:
+    """An address of a host beside its own one, which may change: for what it sends of the model."""
+
+    def __init__(self, host: Host, others: Sequence[Host], number: int = 0) -> None:
+        self.host, self._others = host, list(others)
+        self._network = f"10.84.{number}"
+        self.address = ""
+        self._used = 0
+
+    def change(self) -> str:
+        """Take the address away, if there is one, and give the host another; return that."""
+        self.take_away()
+        self._used += 1
+        address = f"{self._network}.{self._used}"
+        _ip(self.host, f"address add {address}/32 dev {DEVICE}")
+        self.address = address
+        for other in self._others:
+            _ip(other, f"route add {address}/32 via {self.host.address}")
+        return address
+
+    def lose_route(self) -> None:
+        """Have no packet of the others reach the address, which the host keeps."""
+        for other in self._others:
+            _ip(other, f"route replace blackhole {self.address}/32")
+
+    def take_away(self) -> None:
+        """Leave the host without it. Idempotent."""
+        address, self.address = self.address, ""
+        if address:
+            _ip(self.host, f"address del {address}/32 dev {DEVICE}")
+            for other in self._others:
+                _ip(other, f"route del {address}/32")
+
+
 @contextmanager
-def on_two_networks(host: Host, moved: Host) -> Iterator[str]:
+def data_address(host: Host, *others: Host, number: int = 0) -> Iterator[DataAddress]:
+    """A second address of a host, with a route to it on each of `others`."""
+    made = DataAddress(host, others, number)
+    made.change()
+    try:
+        yield made
+    finally:
+        made.take_away()
+
+
+@contextmanager
+def on_two_networks(host: Host, moved: Host, *also: Host) -> Iterator[str]:
     """Move one host to another network, of which `host` has a device too; yield its address.
 
-    The hosts of the first network have no route to it, nor it to them.
+    So have the hosts `also`. Others of the first network have no route to it, nor it to them.
     """
-    network, length, device, port = "10.85.0", 24, "eth1", "other-port"
-    own, other = f"{network}.1/{length}", f"{network}.2"
-    (space, _, _), (switch, _, _) = host.ends()
-    commands = [
-        f"link add {port} type veth peer name {device} netns {space.pid}",
-        f"link set {port} master {BRIDGE} up",
-    ]
-    switch.tool(["ip", "-batch", "-"], commands)
-    space.tool(["ip", "-batch", "-"], [f"address add {own} dev {device}", f"link set {device} up"])
-    # UCX looks there for devices.
-    host.run(["mount", "-t", "sysfs", "sysfs", "/sys"], timeout_s=WAIT_S, env={"PATH": TOOL_PATH})
+    network, length, device = "10.85.0", 24, "eth1"
+    other, both = f"{network}.2", dict(zip([host, *also], (1, *range(3, 250)), strict=False))
+    for here, number in both.items():
+        (space, _, _), (switch, _, _) = here.ends()
+        port = f"other-port-{number}"
+        commands = [
+            f"link add {port} type veth peer name {device} netns {space.pid}",
+            f"link set {port} master {BRIDGE} up",
+        ]
+        switch.tool(["ip", "-batch", "-"], commands)
+        own = f"address add {network}.{number}/{length} dev {device}"
+        space.tool(["ip", "-batch", "-"], [own, f"link set {device} up"])
+        # UCX looks there for devices.
+        here.run(["mount", "-t", "sysfs", "sysfs", "/sys"], timeout_s=WAIT_S, env=_TOOLS)
     _ip(moved, f"address del {moved.address}/{length} dev {DEVICE}")
     _ip(moved, f"address add {other}/{length} dev {DEVICE}")
     try:
         yield other
     finally:
-        host.run(["umount", "/sys"], timeout_s=WAIT_S, env={"PATH": TOOL_PATH})
-        _ip(host, f"link del {device}")
+        for here in both:
+            here.run(["umount", "/sys"], timeout_s=WAIT_S, env=_TOOLS)
+            _ip(here, f"link del {device}")
         _ip(moved, f"address del {other}/{length} dev {DEVICE}")
         _ip(moved, f"address add {moved.address}/{length} dev {DEVICE}")
 
@@ -350,6 +406,11 @@ class _Work:
         for layer in getattr(self.model, "layers", ()):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+
+    def leave(self) -> None:
+        """End the sender, and leave the group of ranks, of which others may be gone."""
+        self.end_sender()
+        dist.destroy_process_group()
 
     def gather(self) -> None:
         """From the next `connect` on, all tensors are gathered."""

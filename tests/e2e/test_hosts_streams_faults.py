@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(limit_problem()), reason="needs root, and tc"),
     pytest.mark.timeout(120),
 ]
+PATIENT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,19 @@ def test_a_trainer_host_that_is_killed_commits_nowhere(
     wait_until(lambda: are_ready(crossed.fleet), "the update's end")
     assert [remote.digests() for remote in crossed.fleet] == held
     assert [remote.reading() for remote in crossed.fleet] == [1, 1]
+
+
+def test_receivers_that_all_lost_a_source_end_the_update_on_all_ranks(crossed: Crossed) -> None:
+    """No rank waits for a host that is to come: as where another rank was killed meanwhile."""
+    crossed.connect(timeout_s=PATIENT_S, num_buckets=4)
+    crossed.send(1)
+    for remote in crossed.fleet:
+        remote.sabotage("start", "lose")
+    began = time.monotonic()
+    assert crossed.send(2).version == 2
+    # The windows of all ranks would wait for three quarters of the time.
+    assert time.monotonic() - began < PATIENT_S / 2
+    crossed.check(2, crossed.fleet)
 
 
 @victims()

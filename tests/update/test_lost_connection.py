@@ -20,13 +20,15 @@ from weightsync.wire.offers import InitInfo
 
 TIMEOUT_S = 20.0
 LEASE_S = 3.0
+HOLD_S = 20.0
 
 
 class Far:
     """A receiver that believes to be on a host of its own; messages to it may be cut."""
 
-    def __init__(self, host: str, lease_s: float = LEASE_S) -> None:
-        self.receiver = ws.WeightReceiver(nn.Linear(4, 4), lease_s=lease_s)
+    def __init__(self, host: str, lease_s: float = LEASE_S, model: nn.Module | None = None) -> None:
+        self.model = model or nn.Linear(4, 4)
+        self.receiver = ws.WeightReceiver(self.model, lease_s=lease_s)
         self.receiver._session.senders.keys.append(host)
         self.cut = False
 
@@ -180,3 +182,45 @@ def test_where_all_lost_their_source_they_are_named() -> None:
         pytest.raises(SourceLostError, match="no other host has chunk 3"),
     ):
         sender.send_weights()
+
+
+class LosesItsSource(Far):
+    """It fails in its first update at once, without a connection to any host that serves it."""
+
+    fails = 1
+
+    def __call__(self, message: Mapping[str, object]) -> dict[str, object]:
+        if message["call"] == "update_weights" and self.fails:
+            self.fails -= 1
+            raise SourceLostError("no other host has chunk 3")
+        return super().__call__(message)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_host_that_lost_its_source_is_not_waited_for(others: int) -> None:
+    """Neither by the sender nor by the host before it in the chain, which has a smaller ring."""
+    torch.manual_seed(0)
+    trained = nn.Linear(512, 512)
+    fleet = [Far(f"host-{k}", model=nn.Linear(512, 512)) for k in range(others)]
+    fleet.append(LosesItsSource("host-lost", model=nn.Linear(512, 512)))
+    sender = ws.connect(
+        trained,
+        to=fleet,
+        backend="tcp",
+        timeout_s=60.0,
+        bucket_nbytes=64 << 10,
+        num_buckets=4,
+    )
+    try:
+        with sender:
+            began = time.monotonic()
+            report = sender.send_weights()
+            # They would wait for 45 s.
+            assert time.monotonic() - began < HOLD_S
+        assert report.dropped == {}
+        for far in fleet:
+            assert far.receiver.version == 1
+            assert all(map(torch.equal, far.model.parameters(), trained.parameters()))
+    finally:
+        for far in fleet:
+            far.receiver.close()

@@ -6,6 +6,7 @@ receiver has an engine for each stream, and writes all of them to one load targe
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from weightsync.errors import (
     BackendUnavailableError,
     ConnectError,
     ProtocolError,
+    SourceLostError,
+    TransferTimeout,
     VerificationError,
     shorten,
 )
@@ -174,7 +177,7 @@ class RankStreamsEngine(WeightTransferEngine):
 
         def receive(i: int, part: LoadTarget, own: LoadContext) -> Received:
             own = replace(own, open_target=lambda _: part)
-            with self._naming_tensors(self._streams[i]):
+            with self._naming(self._streams[i]):
                 return self._engines[i].receive_weights(infos[i], own)
 
         parts: Mapping[str, list[TensorPart]] = {}
@@ -254,7 +257,7 @@ class RankStreamsEngine(WeightTransferEngine):
             while left:
                 for i, steps in list(left.items()):
                     try:
-                        with self._naming_tensors(self._streams[i]):
+                        with self._naming(self._streams[i]):
                             next(steps)
                     except StopIteration as end:
                         received[i] = end.value
@@ -356,10 +359,17 @@ class RankStreamsEngine(WeightTransferEngine):
         return self._targets[memory]
 
     @contextmanager
-    def _naming_tensors(self, stream: RankStream) -> Iterator[None]:
-        """Name the tensors of the model, and the rank, where boxes of a stream are wrong."""
+    def _naming(self, stream: RankStream) -> Iterator[None]:
+        """Name the tensors of the model, and the rank, where boxes of a stream are wrong.
+
+        The rank too where they do not come: it is one of several senders.
+        """
         try:
             yield
+        except (SourceLostError, TransferTimeout) as exc:
+            named = copy.copy(exc)
+            named.args = (f"rank {stream.rank}: {exc}",)
+            raise named from exc
         except VerificationError as exc:
             if not exc.names:  # of a delta
                 raise VerificationError(f"rank {stream.rank}: {exc}") from exc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -92,6 +93,22 @@ def is_own(host: str) -> bool:
         return is_loopback(address) or source_address(address) == address
     except OSError:
         return False
+
+
+def is_assigned(address: str) -> bool:
+    """Whether an IP address is one of this host's interfaces now, whatever its routes.
+
+    Also for one of a form that cannot be checked.
+    """
+    try:
+        found = _look_up(address, 0, socket.AI_NUMERICHOST)
+        for family, place in found:
+            # The kernel takes only addresses that it has; nothing is sent.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(place)
+    except OSError as exc:
+        return exc.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def is_loopback(address: str) -> bool:

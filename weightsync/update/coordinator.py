@@ -322,7 +322,7 @@ class Coordinator:
         `checks_memory`, before anything was sent.
         """
         without: dict[Member, WeightSyncError] = {}
-        tries, dirty, of_set = 1, False, self.fleet.set_update
+        tries, dirty, of_set, was_lost = 1, False, self.fleet.set_update, False
         while True:
             following, back = self._next(version, rewind=rewind)
             terms = StartTerms(
@@ -339,7 +339,13 @@ class Coordinator:
             except WeightSyncError as exc:
                 self.deltas.note(update.estimate)
                 dirty = dirty or update.dirty
-                reconnected = self.membership.reconnect(update.failed)
+                lost = bool(update.failed) and all(
+                    isinstance(error, SourceLostError) for error in update.failed.values()
+                )
+                reconnected = self.membership.reconnect(
+                    update.failed, anew=update.failed if lost and was_lost else ()
+                )
+                was_lost = lost
                 ahead = version is None and isinstance(exc, StaleVersionError)
                 if self._group.worker.stop.is_set():
                     raise
@@ -348,9 +354,6 @@ class Coordinator:
                 )
                 if whole_helps:
                     self.deltas.failed(exc)
-                lost = update.failed and all(
-                    isinstance(error, SourceLostError) for error in update.failed.values()
-                )
                 if of_set is not None:  # all of the set is sent again, or nothing
                     self._whole_next = whole_helps
                     of_set.failed(exc, again=bool(reconnected or whole_helps or lost))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from weightsync.errors import (
     ConfigError,
@@ -248,11 +248,14 @@ class Membership:
         self,
         failed: Mapping[Member, WeightSyncError],
         members: Sequence[Member] | None = None,
+        *,
+        anew: Container[Member] = (),
     ) -> bool:
         """After a failed update: query the members' versions, and connect new instances again.
 
         A new instance is a receiver that was restarted, or closed this sender's engine. One that
-        cannot read a GPU any more gets another path. Returns whether any were connected, or open
+        cannot read a GPU any more gets another path. Those of `anew` are connected in any case: the
+        trainer may be reached at another address now. Returns whether any were connected, or open
         updates of a dead sender were recovered.
         """
         fleet = self._fleet
@@ -277,6 +280,7 @@ class Membership:
             if answer.member.is_new_to(answer.status)
             or isinstance(failed.get(answer.member), UnknownSenderError)
             or answer.member in left
+            or answer.member in anew
         ]
         recovered = False
         if any(answer.status.orphaned for answer in known):  # open updates of another, dead sender

@@ -806,6 +806,19 @@ class UpdateTransaction:
                         "the ring to its end; do several receivers share this target?"
                     )
                     raise self.failed[member]
+        self._raise_sourceless(begun)
+
+    def _raise_sourceless(self, begun: Mapping[Member, Future[MemberReply]]) -> None:
+        """Raise where all members have failed, and one since it lost its source.
+
+        The bytes that are left have no reader, and the update is sent again. A rank that has died
+        is noticed then: nothing else tells this one of it in the middle of a transfer.
+        """
+        if all(future.done() for future in begun.values()):
+            errors = [future.result().error for future in begun.values()]
+            lost = [error for error in errors if isinstance(error, SourceLostError)]
+            if lost and None not in errors:
+                raise lost[0]
 
     def _has_unread(self, member: Member) -> bool:
         """Whether a reader of this rank has not read all bytes."""

@@ -20,6 +20,7 @@ from weightsync.backends.tcp.connection import (
 )
 from weightsync.backends.tcp.window import NO_BYTES, ChunkWindow, Cursor
 from weightsync.errors import ConnectError, WeightSyncError
+from weightsync.shm.addresses import is_assigned
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class ChunkServer:
     connection has one. `carrier` moves the bytes, by default in the stream. A connection that never
     asks for anything shows its other end that this process lives. With `tells_lost`, for the
     sender, all hosts of an update have such a connection, and are told over it which of them have
-    none any more, and which readers of their ring have failed: they do not wait for these. Raises
-    ConnectError where the address is none of this host's.
+    none any more or have failed, and which readers of their ring have: they do not wait for these.
+    Raises ConnectError where the address is none of this host's.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ChunkServer:
         self._patience_s = patience_s
         self._connections: dict[Connection, int] = {}
         self._lost_readers: set[tuple[int, int, int]] = set()
+        self._lost_hosts: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._listening: dict[str, socket.socket] = {}
@@ -88,6 +90,12 @@ class ChunkServer:
         for address in [address for address in self._listening if address not in addresses]:
             _close_port(self._listening.pop(address))
 
+    @property
+    def has_lost_address(self) -> bool:
+        """Whether this host has an address no more at which hosts were told to read."""
+        listening = list(self._listening.values())
+        return not all(is_assigned(str(each.getsockname()[0])) for each in listening)
+
     def liveness(self, place: int) -> list[int]:
         """Return the counters that the host of `place` sent last, by reader of its ring."""
         with self._lock:
@@ -101,6 +109,13 @@ class ChunkServer:
         with self._lock:
             self._lost_readers = {lost for lost in self._lost_readers if lost[1] == epoch}
             self._lost_readers.add((place, epoch, reader))
+
+    def lose_host(self, place: int, epoch: int) -> None:
+        """Tell all hosts that the one of `place` has failed in update `epoch`, and lives."""
+        with self._lock:
+            self._lost_hosts = {lost for lost in self._lost_hosts if lost[0] == epoch}
+            self._lost_hosts.add((epoch, place))
+        self._window.lose(place, epoch)
 
     def close(self) -> None:
         """Close the port, and end all connections. Idempotent."""
@@ -190,6 +205,7 @@ class ChunkServer:
         epoch, members = self._window.epoch, self._window.members
         with self._lock:
             lost = set(members).difference(self._connections.values())
+            lost.update(at for of, at in self._lost_hosts if of == epoch)
             readers = [
                 reader for at, of, reader in self._lost_readers if (at, of) == (place, epoch)
             ]

@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,7 +62,15 @@ from weightsync.weights.sources.base import WeightSource
 logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "WEIGHTSYNC_ADDRESS"
-"""Environment variable: the address at which receivers on other hosts reach this host."""
+"""Environment variable: the address at which receivers on other hosts reach this host.
+
+Or several of them, with commas: each receiving host is given the first one that it reaches.
+"""
+_REACH_S = 3.0
+"""How long it is tried whether a host is reached from an address: the first packet may be lost."""
+_TRIALS = 16
+"""Hosts that are tried at the same time."""
+_PORTS = {"https": 443}
 
 
 _Tensors = frozenset[int] | None
@@ -186,7 +196,10 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch, Rea
         shape = self._ring.shape
         members = {key: on_host[0] for key, on_host in by_host.items() if key not in fed}
         if members:
-            senders = {key: self._listen(member, shape) for key, member in members.items()}
+            found = addresses_for(list(members.values()))
+            senders = {
+                key: self._listen(each, shape) for key, each in zip(members, found, strict=True)
+            }
             replies = yield Round(
                 messages={
                     member.index: TcpInit(
@@ -380,10 +393,14 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch, Rea
         )
 
     def drop_reader(self, reader: int) -> None:
-        """Tell the member of a reader's host not to wait for it."""
+        """Tell the member of a reader's host not to wait for it, or all hosts for such a member."""
         server, window = self._server, self._window
         host = next((host for host in self._hosts if reader in host.on_ring), None)
-        if host is not None and host.peer.place != reader and server and window and self._uplink:
+        if host is None or not (server and window and self._uplink):
+            return
+        if host.peer.place == reader:
+            server.lose_host(reader, window.epoch)
+        else:
             server.lose_reader(host.peer.place, window.epoch, host.on_ring[reader])
 
     def liveness_counter(self, reader: int) -> int | None:
@@ -393,6 +410,11 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch, Rea
             return None
         counters, at = self._server.liveness(host.peer.place), host.on_ring[reader]
         return counters[at] if at < len(counters) else None
+
+    @property
+    def needs_init(self) -> bool:
+        """Whether hosts read at an address that this host has no more: they are told another."""
+        return self._server is not None and self._server.has_lost_address
 
     @property
     def extra_nbytes(self) -> int:
@@ -438,16 +460,14 @@ class TcpTrainerEngine(TrainerWeightTransferEngine, HeldMemory, ReaderWatch, Rea
             timeout_s=self._timeout_s,
         )
 
-    def _listen(self, member: Reader, shape: RingShape) -> Peer:
-        """Listen at an address that the host of this member can reach."""
-        try:
-            address = address_for(member)
-        except ConnectError as exc:
+    def _listen(self, found: str | ConnectError, shape: RingShape) -> Peer:
+        """Listen at an address that a receiving host can reach, as `addresses_for` found it."""
+        if isinstance(found, ConnectError):
             if not self._is_one_of_several:
-                raise
-            raise BackendUnavailableError(str(exc)) from exc  # rank 0 may send for all
-        server = self._server or self._start_server(address, shape)
-        return Peer(name="the sender", place=-1, address=address, port=server.listen(address))
+                raise found
+            raise BackendUnavailableError(str(found)) from found  # rank 0 may send for all
+        server = self._server or self._start_server(found, shape)
+        return Peer(name="the sender", place=-1, address=found, port=server.listen(found))
 
     def _start_server(self, address: str, shape: RingShape) -> ChunkServer:
         patience_s = patience_of(self._timeout_s)
@@ -478,16 +498,34 @@ class _UplinkProgress:
         return self._own.taken_nbytes(self._reader)
 
 
+def addresses_for(readers: Sequence[Reader]) -> list[str | ConnectError]:
+    """Return `address_for` of each reader, or its error."""
+
+    def find(reader: Reader) -> str | ConnectError:
+        try:
+            return address_for(reader)
+        except ConnectError as exc:
+            return exc
+
+    if len(readers) < 2 or len(_configured()) < 2:
+        return [find(reader) for reader in readers]
+    with ThreadPoolExecutor(_TRIALS, "weightsync-reach") as pool:
+        return list(pool.map(find, readers))
+
+
 def address_for(reader: Reader) -> str:
     """Return the address of this host that a receiver can reach.
 
-    It is WEIGHTSYNC_ADDRESS where that is set; the loopback address for a receiver on this host;
-    otherwise the source address of the route to the target's URL; otherwise `local_address` of the
-    transport, or the source address of the default route. Raises ConnectError when there is none.
+    It is WEIGHTSYNC_ADDRESS where that is set: of several there, the first from which a connection
+    to the target's URL is answered, or else the first; the loopback address for a receiver on this
+    host; otherwise the source address of the route to the target's URL; otherwise `local_address`
+    of the transport, or the source address of the default route. Raises ConnectError when there is
+    none.
     """
-    configured = os.environ.get(ADDRESS_VARIABLE)
+    configured = _configured()
     if configured:
-        return configured
+        several = configured if len(configured) > 1 else ()
+        return next((each for each in several if _is_reached(reader, each)), configured[0])
     host = urlsplit(reader.route).hostname if "://" in reader.route else None
     # Containers may share the memory of one host, and have a network of their own each.
     if reader.host == host_key() and (host is None or is_own(host)):
@@ -502,3 +540,22 @@ def address_for(reader: Reader) -> str:
             f"cannot find the address at which {reader.target} reaches this host: {exc}; "
             f"set {ADDRESS_VARIABLE}"
         ) from exc
+
+
+def _configured() -> list[str]:
+    listed = os.environ.get(ADDRESS_VARIABLE, "").split(",")
+    return [each.strip() for each in listed if each.strip()]
+
+
+def _is_reached(reader: Reader, address: str) -> bool:
+    """Whether a connection from an address of this host to a reader's URL is answered there."""
+    if "://" not in reader.route:
+        return False
+    url = urlsplit(reader.route)
+    try:
+        port = url.port or _PORTS.get(url.scheme.rpartition("+")[2], 80)
+        there = url.hostname or "", port
+        socket.create_connection(there, _REACH_S, (address, 0)).close()
+    except (OSError, ValueError):
+        return False
+    return True
