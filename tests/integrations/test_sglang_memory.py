@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from weightsync.errors import (
 from weightsync.integrations.sglang import servers
 from weightsync.integrations.sglang.receiving import gather_texts
 from weightsync.transports.base import BaseTransport
+from weightsync.weights.sinks.base import NamedTensor
 from weightsync.wire.messages import AbortRequest
 
 
@@ -231,6 +233,32 @@ def test_a_part_of_the_model(server: Schedulers, trained: Trained) -> None:
         with sender.update(partial=True) as update:
             update.send([("embed", part)])
     assert all(torch.equal(rank.model.embed, part) for rank in server.ranks)
+
+
+def load_all_but_embed(
+    load: Callable[[Iterable[NamedTensor]], None], pairs: Iterable[NamedTensor]
+) -> None:
+    load(pair for pair in pairs if pair[0] != "embed")
+
+
+@pytest.mark.parametrize("kept", [1, 256])
+def test_every_message_of_an_update_is_checked_when_it_is_loaded(
+    server: Schedulers, trained: Trained, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """A loader that skips what it took in its trial, as SGLang's do without a word."""
+    monkeypatch.setattr("weightsync.integrations.sglang.receiving._KEPT", kept)
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        for rank in server.ranks:
+            monkeypatch.setattr(rank, "load", partial(load_all_but_embed, rank.load))
+
+        def send_two_messages() -> None:
+            with sender.update(partial=True) as update:
+                update.send([("embed", torch.ones(16, 8))])
+                update.send([("gate", torch.ones(8, 8)), ("up", torch.ones(8, 8))])
+
+        with pytest.raises(WeightSyncError, match="did not write all of embed"):
+            send_two_messages()
 
 
 def test_a_server_that_must_not_be_updated_says_why(server: Schedulers, trained: Trained) -> None:

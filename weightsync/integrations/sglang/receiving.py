@@ -27,8 +27,8 @@ from weightsync.errors import (
 from weightsync.integrations.vllm import rpc
 from weightsync.integrations.vllm.writes import Place, TensorKey, WriteWatch, places_of
 from weightsync.receiver import WeightReceiver
-from weightsync.specs import Manifest, ManifestDifference
-from weightsync.tensors import TORCH_DTYPES
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.tensors import TORCH_DTYPES, dtype_name
 from weightsync.weights.sinks.base import HookSink, NamedTensor
 from weightsync.wire import codec
 from weightsync.wire.messages import CALL_OF, FinishRequest, SleepTag
@@ -49,7 +49,8 @@ FAMILIES = frozenset(
 WEIGHTS = "weights"
 MEMORY_TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
 """The tags of SGLang's memory."""
-_KEPT = 8
+_KEPT = 256
+"""Trials of a loader: one for each message of an update."""
 Answers = list[dict[str, Any]]
 Handler = Callable[[], dict[str, Any]]
 
@@ -339,26 +340,26 @@ class ModelSink(HookSink):
     def __init__(self, engine: Engine, stage: torch.device | str) -> None:
         super().__init__(self._load, device=stage)
         self._engine = engine
-        self._trials: dict[frozenset[str], Trial] = {}
-        self._found: dict[str, ManifestDifference] = {}
+        self._trials: dict[str, tuple[frozenset[str], Trial]] = {}
 
     def difference(self, offered: Manifest) -> ManifestDifference:
         """How `offered` differs from what the model's loader takes; cached."""
-        if offered.digest not in self._found:
+        if offered.digest not in self._trials:
             self._engine.check()
             trial = try_out(self._engine.model, offered)
-            if len(self._found) >= _KEPT:
-                self._found.clear()
-                self._trials.clear()
-            self._found[offered.digest] = trial.difference
-            self._trials[frozenset(spec.name for spec in offered.specs)] = trial
-        return self._found[offered.digest]
+            if len(self._trials) >= _KEPT:
+                del self._trials[next(iter(self._trials))]
+            self._trials[offered.digest] = frozenset(s.name for s in offered.specs), trial
+        return self._trials[offered.digest][1].difference
 
     def _load(self, pairs: Iterable[NamedTensor]) -> list[str]:
         given = list(pairs)
         names = [name for name, _ in given]
-        trial = self._trials.get(frozenset(names), Trial())
         tensors = dict(given)
+        trial = next((t for of, t in self._trials.values() if of == tensors.keys()), None)
+        if trial is None:  # of an update of more messages than are kept
+            specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in given]
+            trial = try_out(self._engine.model, Manifest(tuple(specs)))
         given += [(alias, tensors[name]) for alias, name in trial.aliases.items()]
         watch = _Writes(places_of(self._engine.model))
         with watch:
