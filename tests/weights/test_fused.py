@@ -226,6 +226,32 @@ def test_sums_of_lines_interpreted(interpreter: ProcessPoolExecutor) -> None:
 
 
 @needs_triton
+def test_weights_quantized_interpreted(interpreter: ProcessPoolExecutor) -> None:
+    """With NaN, infinity, zeros, and shapes that are no multiple of a block; all schemes."""
+    interpreter.submit(triton_process.quantize_interpreted, 0).result(WAIT_S)
+
+
+@needs_triton
+def test_kernels_that_do_not_quantize_as_torch_are_not_used(
+    interpreter: ProcessPoolExecutor,
+) -> None:
+    interpreter.submit(triton_process.compare_before_use).result(WAIT_S)
+
+
+@needs_triton
+@pytest.mark.parametrize("integers", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_quantizing_compiles_with_exact_divisions(
+    compiler: ProcessPoolExecutor, dtype: str, integers: bool
+) -> None:
+    """What the interpreter cannot show: a GPU's own division is approximate, and flushes zeros."""
+    made = compiler.submit(triton_process.compile_quantizing_for_hopper, dtype, integers)
+    for ptx in made.result(WAIT_S):
+        assert "div.rn.f32" in ptx
+        assert not re.search(r"div\.(full|approx)|div\.rn\.ftz|add\.\w*\.?ftz", ptx)
+
+
+@needs_triton
 @given(st.lists(cases(), min_size=1, max_size=3))
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal
 
@@ -261,10 +262,9 @@ def quantize(
     if scheme.scale_dtype is not None and not scheme.is_mx:
         weight = weight.to(TORCH_DTYPES[scheme.scale_dtype])
     with torch.no_grad():
-        compiled = _by_kernel(weight.detach(), scheme, memory)
-        if compiled is not None:
-            return compiled
-        return _by_torch(weight, scheme)
+        weight = weight.detach()
+        made = _by_kernel(weight, scheme, memory) or _on_gpu(weight, scheme)
+        return _by_torch(weight, scheme) if made is None else made
 
 
 def _by_torch(
@@ -291,6 +291,58 @@ def _kernels_of(weight: torch.Tensor) -> ModuleType | None:
     if not on_host or type(weight) is not torch.Tensor or not weight.numel() or why_no_kernels():
         return None
     return _kernels()
+
+
+def _on_gpu(
+    weight: torch.Tensor, scheme: QuantizationScheme
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what the kernels for a GPU make; None where there are none for this weight.
+
+    Never run on a GPU: in Triton's interpreter only.
+    """
+    if weight.device.type != "cuda" or type(weight) is not torch.Tensor or not weight.numel():
+        return None
+    kernels = _gpu_kernels(weight.device)
+    if kernels is None or weight.dtype not in kernels.DTYPES:
+        return None
+    return _by_triton(weight, scheme, kernels)
+
+
+def _by_triton(
+    weight: torch.Tensor, scheme: QuantizationScheme, kernels: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = weight.resolve_neg().contiguous()
+    if scheme.is_mx:
+        made, scales = kernels.quantize_mx(weight)
+    else:
+        block = scheme.block or (1, weight.shape[1])
+        half, integers = _half_range(scheme.dtype), scheme.dtype == "int8"
+        made, scales = kernels.quantize(weight, block, half, integers=integers)
+    return made.view(TORCH_DTYPES[scheme.dtype]), scales
+
+
+@cache
+def _gpu_kernels(device: torch.device) -> Any:
+    """Return the kernels for a GPU; None where they do not compile, or do not round as the host."""
+    try:
+        found = import_module("weightsync.cuda.triton_quantize")
+        for dtype in found.DTYPES:
+            weight = _trial().to(dtype)
+            for name, scheme in SCHEMES.items():
+                made = _by_triton(weight.to(device), scheme, found)
+                wanted = _by_torch(weight, scheme)
+                if not all(_have_equal_bits(a.cpu(), b) for a, b in zip(made, wanted, strict=True)):
+                    raise RuntimeError(f"{name} of {dtype} is not rounded as torch does")
+    except Exception as exc:  # noqa: BLE001  # Triton and its compiler fail in many ways
+        logger.warning("torch quantizes weights on %s, more slowly than Triton: %s", device, exc)
+        return None
+    return found
+
+
+def _trial() -> torch.Tensor:
+    """Return a weight of many magnitudes by which kernels are compared with torch."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, 224, generator=generator) * torch.logspace(-3, 3, 224)
 
 
 def _compiled(
@@ -400,9 +452,7 @@ class _Copied:
 @cache
 def _kernels() -> ModuleType | None:
     """Return the compiled loops; None where they cannot be compiled, or do not round as torch."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(6, 224, generator=generator) * torch.logspace(-3, 3, 224)
-    weight = weight.bfloat16()
+    weight = _trial().bfloat16()
     try:
         from weightsync.weights.sources import quantize_kernels as found  # noqa: PLC0415  # `delta`
 
