@@ -299,6 +299,8 @@ def test_a_chunk_that_is_given_twice_is_refused() -> None:
     model = trainer(checkpoint(), "modules", virtual_pipeline_model_parallel_size=2)
     said = "2 virtual stages on each rank, and 1 of their chunks are given, some twice; give the"
     assert said in refusal([model, model])
+    other = trainer(checkpoint(), "modules", virtual_pipeline_model_parallel_size=2)
+    assert "and 2 of their chunks are given, some twice" in refusal([model, other, model])
 
 
 def test_other_models_are_refused() -> None:
