@@ -14,6 +14,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
@@ -36,6 +37,7 @@ __all__ = [
     "xxh3_parts",
 ]
 
+_SHIFTS, _LAST_SHIFT = (30, 27), 31
 _BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Words mixed at a time: on the host as many as a cache holds, on a GPU enough for a kernel."""
 MAX_PIECES = 1 << 16
@@ -233,11 +235,32 @@ def _mixed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 def mixed_words(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return `words`, each mixed with its position in `keys` (from 1, overwritten)."""
+    if keys.device.type == "cpu":
+        return _mixed_on_cpu(words, keys)
     mixed = keys.mul_(_signed(GOLDEN)).add_(words)
-    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
+    for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)).mul_(_signed(multiplier))
-    mixed ^= _shifted(mixed, 31)
+    mixed ^= _shifted(mixed, _LAST_SHIFT)
     return mixed
+
+
+def _mixed_on_cpu(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the same in the memory of `keys`.
+
+    NumPy has unsigned numbers, and writes to memory that is in the cache already: with one thread
+    it takes a quarter to a third of the time of torch.
+    """
+    mixed, own = keys.numpy().view(np.uint64), words.numpy().view(np.uint64)
+    mixed *= np.uint64(GOLDEN)
+    mixed += own
+    shifted = np.empty_like(mixed)
+    for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=True):
+        np.right_shift(mixed, np.uint64(shift), out=shifted)
+        mixed ^= shifted
+        mixed *= np.uint64(multiplier)
+    np.right_shift(mixed, np.uint64(_LAST_SHIFT), out=shifted)
+    mixed ^= shifted
+    return keys
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
