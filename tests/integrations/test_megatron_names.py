@@ -303,6 +303,12 @@ def test_a_chunk_that_is_given_twice_is_refused() -> None:
     assert "and 2 of their chunks are given, some twice" in refusal([model, other, model])
 
 
+def test_a_model_of_a_megatron_without_its_groups_is_refused() -> None:
+    model = trainer(checkpoint(), "modules")
+    del model.pg_collection
+    assert re.search(r"say its groups of ranks \(pg_collection\), as GPTModel of", refusal(model))
+
+
 def test_other_models_are_refused() -> None:
     assert "not a Linear" in refusal(nn.Linear(2, 2))
     model = trainer(checkpoint(), "modules")

@@ -475,6 +475,12 @@ def _check(chunks: Sequence[Any], checkpoint: Checkpoint) -> None:
     """Raise ConfigError for chunks that are missing, and for weights that would mean others."""
     if not chunks:
         raise ConfigError("there is no chunk of the model; give the GPTModel of this rank")
+    if not all(hasattr(chunk, "pg_collection") for chunk in chunks):
+        raise ConfigError(
+            f"a chunk of the model is a {type(chunks[0]).__name__} that does not say its groups of "
+            f"ranks (pg_collection), as GPTModel of megatron-core {' and '.join(TRIED)} does; "
+            f"{ELSEWHERE}"
+        )
     config = chunks[0].config
     if not config.gated_linear_unit:
         raise ConfigError(
