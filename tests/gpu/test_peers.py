@@ -101,10 +101,10 @@ def test_kernels_read_what_landed(
             assert alike(ours, theirs)
             assert node.crossed - before == stream_nbytes(ours, packed=packed)
         fill(ours, 3)
-        kernel.losing = True
+        kernel.losing = "receiver"
         with pytest.raises(ws.VerificationError):
             made.send_weights()
-        kernel.losing = False
+        kernel.losing = ""
         made.send_weights()
         assert alike(ours, theirs)
     to.close()
