@@ -560,15 +560,16 @@ class WeightSender:
         updates that receivers read in place then take their fingerprints while the trainer goes on,
         on a GPU on a stream of its own; on the host this call takes them itself. A tensor that
         torch saw written since is read again by the update. One that was written without torch's
-        notice, through NumPy for instance, fails the update with VerificationError.
+        notice, through `.data` or NumPy, fails the update with VerificationError.
 
         `names` are those that are sent. Does nothing for other updates, with several ranks, and
-        while another thread sends or within `update()`. Not run on a GPU. Raises ConfigError for
-        names that are not sent, and after `close`.
+        while an update is in flight or within `update()`. Not run on a GPU. Raises ConfigError for
+        names that are not sent, and after `close`, and ManifestMismatchError for a module that has
+        other tensors than it had.
         """
         if self._closed:
             raise ConfigError("this sender is closed; connect again")
-        if not self.verify or self._begun_before():
+        if not self.verify or any(not flight.is_over for flight in list(self._in_flight)):
             return
         ours = object()
         if self._open_call.setdefault("call", ours) is not ours:

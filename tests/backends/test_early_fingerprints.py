@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ from weightsync.weights.copying.layout import StreamLayout
 pytestmark = pytest.mark.usefixtures("shm_clean")
 kernel = fused_updates.kernel
 
+WAIT_S = 60.0
 SIZES = (300, 0, 5000, 70_000, 64)
 
 
@@ -156,6 +159,46 @@ def test_an_update_takes_what_was_read_early(monkeypatch: pytest.MonkeyPatch) ->
         assert given[-1] == 0
     with pytest.raises(ws.ConfigError, match="closed"):
         sender.written()
+
+
+def test_beside_asend_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update in flight has the source; one that is over stays listed, and delays nothing."""
+    ours, theirs = nn.Linear(64, 64), nn.Linear(64, 64)
+    commits, goes_on = threading.Event(), threading.Event()
+
+    def on_commit(_: int) -> None:
+        commits.set()
+        assert goes_on.wait(WAIT_S)
+
+    receiver = ws.WeightReceiver(theirs, on_commit=on_commit)
+    noted: list[object] = []
+    with ws.connect(ours, to=receiver.handle, delta="off") as sender:
+        note = sender._group.worker.note_written
+
+        def note_written(names: Any) -> None:
+            noted.append(names)
+            note(names)
+
+        monkeypatch.setattr(sender._group.worker, "note_written", note_written)
+
+        async def send() -> None:
+            sent = asyncio.create_task(sender.asend_weights())
+            assert await asyncio.to_thread(commits.wait, WAIT_S)
+            sender.written()
+            goes_on.set()
+            await sent
+
+        for count in range(3):
+            commits.clear()
+            goes_on.clear()
+            with torch.no_grad():
+                ours.weight.fill_(count)
+            asyncio.run(send())
+            assert len(noted) == count
+            sender.written()
+            assert len(noted) == count + 1
+            assert all(map(torch.equal, theirs.parameters(), ours.parameters()))
+    receiver.close()
 
 
 def test_a_write_that_torch_does_not_count_fails_the_update_and_not_the_next() -> None:

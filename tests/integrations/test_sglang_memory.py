@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations.sglang import servers
-from weightsync.integrations.sglang.receiving import gather_texts
+from weightsync.integrations.sglang.receiving import ModelSink, gather_texts
+from weightsync.specs import Manifest, TensorSpec
 from weightsync.transports.base import BaseTransport
 from weightsync.weights.sinks.base import NamedTensor
 from weightsync.wire.messages import AbortRequest
@@ -259,6 +261,51 @@ def test_every_message_of_an_update_is_checked_when_it_is_loaded(
 
         with pytest.raises(WeightSyncError, match="did not write all of embed"):
             send_two_messages()
+
+
+def test_a_trainer_that_was_refused_leaves_no_check_of_its_own(
+    server: Schedulers, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the same names, and other shapes: the loader wrote nothing of it in its trial."""
+    wide = {
+        name: torch.zeros(*(n + 8 for n in t.shape)) for name, t in trained.state_dict().items()
+    }
+    with pytest.raises(ManifestMismatchError):
+        ws.connect(wide, to=server.url)
+    with ws.connect(trained, to=server.url) as sender:
+        sender.send_weights()
+        for rank in server.ranks:
+            monkeypatch.setattr(rank, "load", partial(load_all_but_embed, rank.load))
+        with torch.no_grad():
+            trained.embed.add_(1)
+        with pytest.raises(WeightSyncError, match="did not write all of embed"):
+            sender.send_weights()
+
+
+def test_what_the_last_offer_says_of_ties_is_loaded() -> None:
+    """An earlier message had the same names, and no tied one."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.zeros(4)) for _ in "ab")
+
+        def load_weights(self, pairs: Iterable[NamedTensor]) -> None:
+            own = dict(self.named_parameters())
+            for name, tensor in pairs:
+                own[name].data.copy_(tensor)
+
+    model = Model()
+    engine: Any = SimpleNamespace(
+        model=model, load=model.load_weights, check=lambda: None, device=torch.device("cpu")
+    )
+    sink = ModelSink(engine, "cpu")
+    spec = TensorSpec("a", "float32", (4,))
+    alone, tied = Manifest((spec,)), Manifest((spec,), {"b": "a"})
+    for offer, wanted in ((alone, 0.0), (tied, 1.0), (alone, 1.0), (tied, 2.0)):
+        sink.difference(offer)
+        sink._load([("a", torch.full((4,), 2.0 if wanted == 2 else 1.0))])
+        assert model.b.tolist() == [wanted] * 4
 
 
 def test_a_server_that_must_not_be_updated_says_why(server: Schedulers, trained: Trained) -> None:

@@ -393,7 +393,7 @@ class TestWorkers:
             states.append(WorkerState(version=1, state="CATCHING_UP", why_not="it is old"))
             return b"joined"
 
-        link.serve(join, lambda: states[-1], lambda: None)
+        link.serve(join, lambda: states[-1], lambda _paused: None)
         api.send_multipart([b"1", b"init", b""])
         assert api.poll(int(WAIT_S * 1000))
         assert api.recv_multipart() == [b"1", b"reply", b"joined"]
@@ -405,7 +405,7 @@ class TestWorkers:
         self, linked: tuple[WorkerLink, zmq.Socket[bytes], zmq.Socket[bytes]]
     ) -> None:
         link, core, _ = linked
-        link.serve(lambda *_: b"", lambda: WorkerState(version=1), lambda: None)
+        link.serve(lambda *_: b"", lambda: WorkerState(version=1), lambda _paused: None)
         with pytest.raises(ws.TransferTimeout, match="the engine core did not answer hold"):
             link.hold(SOON_S)
         for expected in (WorkerCall(call=1, action="hold"), WorkerState(version=1, released=True)):

@@ -101,6 +101,14 @@ def test_mix64_is_indifferent_to_its_block_size(
     assert mix64(flat) == whole
 
 
+def test_memory_can_be_resized_after_it_was_fingerprinted() -> None:
+    """Trainers offload by it. torch resizes no storage of which NumPy had a view."""
+    flat = torch.zeros(64, dtype=torch.uint8)
+    mix64(flat)
+    flat.untyped_storage().resize_(0)
+    assert flat.untyped_storage().nbytes() == 0
+
+
 def test_mix64_stays_what_it_was() -> None:
     """Both sides of a wire compute it, in versions of their own: the value is a contract."""
     mask = (1 << 64) - 1

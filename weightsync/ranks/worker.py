@@ -492,6 +492,8 @@ class RankWorker:
             )
         if self._collective is not None or self._snapshot is not None or source.is_made:
             return
+        if not self.engines:  # released: nothing would drop what is known of the tensors
+            return
         if self._known is None:  # a module of thousands of tensors is inspected once for an update
             self._known = source.stable_tensors() or []
             source.refresh()

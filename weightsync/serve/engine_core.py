@@ -29,7 +29,7 @@ from weightsync.serve.messages import (
     Failed,
     Forget,
     PauseMode,
-    Resumed,
+    PauseState,
     StatsReply,
     StatsRequest,
     WorkerCall,
@@ -430,7 +430,7 @@ class EngineCore:
         else:
             for owner, request in self._pauses.resume(self._scheduler.num_requests):
                 self._submit(owner, request)
-            self._workers.send_to_all(Resumed())
+            self._workers.send_to_all(PauseState(paused=False))
         self._answer(worker, Done(call=message.call))
 
     def _pause(self, worker: int, message: WorkerCall) -> None:
@@ -438,6 +438,9 @@ class EngineCore:
             problem = encode_error(error) if error else None
             self._answer(worker, Done(call=message.call, problem=problem))
 
+        # To this worker alone: each is asked by itself, and one that took the pause of another's
+        # sleep for its users' would leave it when it has gone to sleep.
+        self._workers.send(worker, PauseState(paused=True))
         self._pauses.pause(message.mode, answer)
         if message.mode == "abort":
             self._post(self._scheduler.abort_all())

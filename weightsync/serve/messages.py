@@ -321,12 +321,10 @@ class Done(_Tagged, frozen=True, kw_only=True, tag="done"):
     steps: QueueHandle | None = None
 
 
-class Resumed(_Tagged, frozen=True, kw_only=True, tag="resumed"):
-    """Generation goes on; sent to all workers of the replica when one of them resumed it.
+class PauseState(_Tagged, frozen=True, kw_only=True, tag="pause_state"):
+    """Whether generation is paused: to the worker that paused it, and, when it goes on, to all."""
 
-    There is none of a pause: each worker is asked to pause itself, and one that took the pause of
-    another's sleep for its users' would leave it when it has gone to sleep.
-    """
+    paused: bool
 
 
 class Forget(_Tagged, frozen=True, kw_only=True, tag="forget"):
@@ -335,4 +333,4 @@ class Forget(_Tagged, frozen=True, kw_only=True, tag="forget"):
     keys: list[str]
 
 
-CoreMessage = Done | Resumed | Forget
+CoreMessage = Done | PauseState | Forget

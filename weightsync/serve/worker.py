@@ -49,7 +49,7 @@ from weightsync.serve.messages import (
     Hello,
     ModelCard,
     PauseMode,
-    Resumed,
+    PauseState,
     Step,
     WorkerCall,
     WorkerMessage,
@@ -100,7 +100,7 @@ class WorkerLink:
         self._sent_state: WorkerState | None = None
         self._sent_at = 0.0
         self._read_state: ReadState = _not_served
-        self._on_resumed: Callable[[], None] = _not_served
+        self._on_paused: Callable[[bool], None] = _not_served
         self._on_forget: Callable[[Sequence[str]], None] = _not_served
         self._loads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="load")
         self._interrupts = ThreadPoolExecutor(MAX_SHORT_CALLS, thread_name_prefix="interrupt")
@@ -126,15 +126,15 @@ class WorkerLink:
         self,
         handle: Handle,
         read_state: ReadState,
-        on_resumed: Callable[[], None],
+        on_paused: Callable[[bool], None],
         on_forget: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         """Start to handle calls of API servers, and to send the worker's state to the core.
 
-        `read_state()` is sent when it changes. `on_resumed` is called when the replica goes on
-        after a pause, `on_forget` with the keys of versions of adapters that no request uses.
+        `read_state()` is sent when it changes. `on_paused` gets whether the replica is paused,
+        `on_forget` the keys of versions of adapters that no request uses any more.
         """
-        self._read_state, self._on_resumed, self._on_forget = read_state, on_resumed, on_forget
+        self._read_state, self._on_paused, self._on_forget = read_state, on_paused, on_forget
         self._wait(self._begin(handle), 10.0, "serve")
 
     def hold(self, timeout_s: float) -> None:
@@ -259,8 +259,8 @@ class WorkerLink:
                 self._take(_message_decoder.decode(frame))
 
     def _take(self, message: CoreMessage) -> None:
-        if isinstance(message, Resumed):
-            self._on_resumed()
+        if isinstance(message, PauseState):
+            self._on_paused(message.paused)
         elif isinstance(message, Forget):
             self._on_forget(message.keys)
         elif message.call in self._calls and not self._calls[message.call].done():
@@ -394,10 +394,7 @@ class Worker:
         steps = self._link.hello(self.card, self._results.export_handle(), HELLO_TIMEOUT_S)
         self._steps = MessageQueue.create_from_handle(steps, rank, codec=step_codec())
         self._link.serve(
-            self._handle,
-            self._state,
-            lambda: self.receiver.show_paused(False),
-            self._adapters.forget,
+            self._handle, self._state, self.receiver.show_paused, self._adapters.forget
         )
 
     def fetch(self, sources: Sequence[str]) -> None:

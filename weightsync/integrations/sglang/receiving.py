@@ -350,13 +350,17 @@ class ModelSink(HookSink):
             if len(self._trials) >= _KEPT:
                 del self._trials[next(iter(self._trials))]
             self._trials[offered.digest] = frozenset(s.name for s in offered.specs), trial
+        else:  # the last one, of which the bytes come next
+            self._trials[offered.digest] = self._trials.pop(offered.digest)
         return self._trials[offered.digest][1].difference
 
     def _load(self, pairs: Iterable[NamedTensor]) -> list[str]:
         given = list(pairs)
         names = [name for name, _ in given]
         tensors = dict(given)
-        trial = next((t for of, t in self._trials.values() if of == tensors.keys()), None)
+        # The last one with these names: an earlier one may have been refused, or know no aliases.
+        offered = reversed(self._trials.values())
+        trial = next((trial for names, trial in offered if names == tensors.keys()), None)
         if trial is None:  # of an update of more messages than are kept
             specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in given]
             trial = try_out(self._engine.model, Manifest(tuple(specs)))
