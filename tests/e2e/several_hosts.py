@@ -289,6 +289,13 @@ def sent_nbytes(host: Host) -> int:
     return sum(link["stats64"]["tx"]["bytes"] for link in links)
 
 
+def sent_again_nbytes(host: Host) -> int:
+    """Bytes that TCP sent again, at most, as where a loaded machine is late to acknowledge."""
+    listed = host.run(["cat", "/proc/self/net/snmp"], timeout_s=10).stdout.splitlines()
+    names, values = (line.split() for line in listed if line.startswith("Tcp:"))
+    return int(dict(zip(names, values, strict=True))["RetransSegs"]) * 1514  # a frame of Ethernet
+
+
 def segments(host: Host) -> list[str]:
     """Return the names of the segments in a host's /dev/shm."""
     return host.call(lambda: [p.name for p in Path("/dev/shm").glob("weightsync-*")])

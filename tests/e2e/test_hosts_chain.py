@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e import processes, several_hosts
 from tests.e2e.processes import Remote
-from tests.e2e.several_hosts import Trainer, sent_nbytes
+from tests.e2e.several_hosts import Trainer, sent_again_nbytes, sent_nbytes
 from tests.e2e.test_hosts_faults import check_all_hold
 from tests.hosts.namespaces import HostNetwork, host_network, limit_problem
 from weightsync.shm.segment import cleanup_stale
@@ -169,12 +169,10 @@ def test_the_bytes_leave_the_trainer_once(network: HostNetwork, backend: str, co
         chain = Chain(network, stack, count=count)
         chain.connect(backend=backend)
         chain.trainer.send(seed=1)
-        counted = []
-        for seed in (2, 3, 4):
-            before = sent_nbytes(network.hosts[0])
-            report = chain.trainer.send(seed=seed)
-            counted.append(sent_nbytes(network.hosts[0]) - before)
-        sent = min(counted)  # TCP sends again what a loaded machine is late to acknowledge
+        before, again = sent_nbytes(network.hosts[0]), sent_again_nbytes(network.hosts[0])
+        report = chain.trainer.send(seed=2)
+        sent = sent_nbytes(network.hosts[0]) - before
+        sent -= sent_again_nbytes(network.hosts[0]) - again
         print(f"{backend}, {count} hosts: {sent / report.nbytes:.4f} x the model left the trainer")
         assert report.nbytes < sent < 1.02 * report.nbytes
-        check_all_hold(chain.trainer, report.version, chain.receivers)
+        check_all_hold(chain.trainer, 2, chain.receivers)
