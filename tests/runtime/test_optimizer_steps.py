@@ -35,3 +35,13 @@ def test_nothing_is_collected_while_frames_are_made(
         assert (found, gc.isenabled()) == ([False], enabled)
     finally:
         gc.enable()
+
+
+def test_an_optimizer_of_many_steps_is_kept_once() -> None:
+    """A window may be open for as long as a trainer sends nothing."""
+    optimizer_steps.install()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    window = optimizer_steps.StepWindow()
+    for _ in range(3):
+        optimizer.step()
+    assert window.close() == [optimizer]

@@ -45,8 +45,9 @@ class StepWindow:
         return self._optimizers
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer. Called when its step begins."""
-        self._optimizers.append(optimizer)
+        """Add an optimizer, once. Called when its step begins."""
+        if not any(known is optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
 
 
 def install() -> None:
