@@ -236,8 +236,12 @@ class Party:
         silent: Sequence[Worker] = (),
         stops: Sequence[Worker] = (),
         drops: bool = False,
+        in_rounds: bool = False,
     ) -> dict[str, BaseException]:
         """Update all workers. After a failure abort everywhere, or with `drops` only there.
+
+        `in_rounds` no worker hears of an abort before all have answered, as the workers of an
+        engine of vLLM.
 
         `on_chunk` and `on_data` are called before a chunk is served. `silent` workers get no
         message. Workers in `stops` are dropped and continued when all others have answered.
@@ -297,6 +301,7 @@ class Party:
                 failed[SENDER] = exc
                 self.engine.cancel()
                 self.ring.cancel()
+                wait(asked.values() if in_rounds else (), timeout=WAIT_S)
                 self._conclude(list(readers.values()), update_id, AbortRequest)
             for worker in stops:
                 worker.signal(signal.SIGCONT)

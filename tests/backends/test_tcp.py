@@ -106,6 +106,39 @@ def test_an_update_given_up_in_the_middle_leaves_everything_usable() -> None:
         assert fleet.inits == 3
 
 
+def test_one_given_up_ends_for_workers_that_hear_of_it_by_their_ring_alone() -> None:
+    def stop() -> None:
+        raise ws.TransferError("enough")
+
+    with party(2, 1, 2) as fleet:
+        send_well(fleet, 1)
+        fleet.model.fill(2)
+        started = time.monotonic()
+        failed = fleet.send(on_chunk=at(5, stop), in_rounds=True)
+        assert time.monotonic() - started < ROOM_S
+        assert {*failed} == {SENDER, *(worker.name for worker in fleet.workers)}
+        send_well(fleet, 3)
+        assert fleet.inits == 5
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_worker_that_raises_ends_the_others_of_its_host_that_hear_of_it_by_their_ring_alone(
+    place: int,
+) -> None:
+    with party(2, 1, hook=True) as fleet:
+        send_well(fleet, 1)
+        bad = fleet.hosts[0][place]
+        bad.ask("behave", {"raise_at": 3})
+        fleet.model.fill(2)
+        started = time.monotonic()
+        failed = fleet.send(in_rounds=True)
+        assert time.monotonic() - started < ROOM_S
+        assert "the hook does not want this" in str(failed[bad.name])
+        bad.ask("behave", {})
+        send_well(fleet, 3)
+        assert fleet.inits == 3
+
+
 @pytest.mark.parametrize("culprit", [(0, 0), (1, 0)])
 def test_a_member_that_raises_ends_its_own_update_and_nobody_elses(
     culprit: tuple[int, int],

@@ -165,13 +165,16 @@ def test_only_what_a_host_loads_leaves_each_rank(
             assert all(nbytes < 0.05 * half for nbytes in sent[2:]), (sent, half)
 
 
-def test_shards_take_deltas_after_updates_that_crossed_whole(four: HostNetwork) -> None:
+@pytest.mark.parametrize("places", [(2, 3), (2, 2)])
+def test_shards_take_deltas_after_updates_that_crossed_whole(
+    four: HostNetwork, places: tuple[int, int]
+) -> None:
     """A receiver of shards adds up all of a stream, which a host gets while a delta may follow."""
     hosts = four.hosts
     with ExitStack() as stack:
         fleet = []
-        for host, shard in zip(hosts[2:], [(0, 2), (1, 2)], strict=True):
-            on = stack.enter_context(several_hosts.receivers(host))
+        for place, shard in zip(places, [(0, 2), (1, 2)], strict=True):
+            on = stack.enter_context(several_hosts.receivers(hosts[place]))
             fleet.append((on.receiver("http", model="squares", shard=shard), shard))
         crew = stack.enter_context(several_hosts.ranks(*hosts[:2], model="squares"))
         connect(crew, [remote for remote, _ in fleet], delta="always")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import requests
 import torch
 
+from tests.hosts.namespaces import Host
 from tests.vllm.tiny import LARGEST_DIFFERENCE, PROMPT, TOKENS, expected, largest_difference
 
 READY_S = 480.0
@@ -29,20 +30,31 @@ _NOT_INHERITED = (
 
 
 class Served:
-    """Client of the server at a URL."""
+    """Client of the server at a URL, which only `host` may reach."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(
+        self, url: str, process: subprocess.Popen[Any], log: Path, host: Host | None = None
+    ) -> None:
         self.url = url
         self.process = process
         self.log = log
+        self._host = host
 
     def get(self, path: str) -> Any:
-        answer = requests.get(f"{self.url}/{path}", timeout=ANSWER_S)
+        answer = self.ask("GET", path)
         answer.raise_for_status()
         return answer.json()
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
-        return requests.post(f"{self.url}/{path}", json=body, timeout=ANSWER_S)
+        return self.ask("POST", path, json=body)
+
+    def ask(self, method: str, path: str, **given: Any) -> requests.Response:
+        """Return the answer to a request, made on the server's host."""
+
+        def call() -> requests.Response:
+            return requests.request(method, f"{self.url}/{path}", **{"timeout": ANSWER_S, **given})
+
+        return call() if self._host is None else self._host.call(call)
 
     def request(
         self, model: str, prompt: Sequence[int] = PROMPT, tokens: int = TOKENS
@@ -84,7 +96,7 @@ class Served:
         """
         deadline = time.monotonic() + ANSWER_S
         while True:
-            text = requests.get(f"{self.url}/metrics", timeout=ANSWER_S).text
+            text = self.ask("GET", "metrics").text
             looked_for, found = (
                 int(sum(map(float, re.findall(rf"(?m)^vllm:{name}_total\{{.*\}} (\S+)$", text))))
                 for name in ("prefix_cache_queries", "prefix_cache_hits")
@@ -113,6 +125,7 @@ def vllm_server(
     variables: Mapping[str, str] | None = None,
     module: str = "vllm.entrypoints.openai.api_server",
     python: str = sys.executable,
+    host: Host | None = None,
 ) -> Iterator[Served]:
     """Start a server on the model in `folder`, and end it with everything it started.
 
@@ -120,12 +133,14 @@ def vllm_server(
     `backend` it has no engine for weights. `port` is for one that was started before. `options` are
     further ones of the command line, and `variables` of its environment. `module` is another
     program that takes the same command line, and `python` the interpreter of another environment.
+    It is on `host`, or on this machine's loopback interface.
     """
     port = port or _free_port()
+    address = "127.0.0.1" if host is None else host.address
     arguments = {
         "--model": str(folder),
         "--served-model-name": "tiny",
-        "--host": "127.0.0.1",
+        "--host": address,
         "--port": str(port),
         "--gpu-memory-utilization": "0.5",  # of the host; vLLM wants that much free
         "--dtype": "float32",
@@ -148,11 +163,13 @@ def vllm_server(
     arguments |= options or {}
     command += [word for pair in arguments.items() for word in pair if word]
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        start: Callable[..., subprocess.Popen[Any]]
+        start = subprocess.Popen if host is None else host.popen
+        process = start(
             command, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            served = Served(f"http://127.0.0.1:{port}", process, log)
+            served = Served(f"http://{address}:{port}", process, log, host)
             _await_ready(served)
             yield served
         finally:
@@ -171,14 +188,14 @@ def _await_ready(served: Served) -> None:
         if served.process.poll() is not None:
             break
         try:
-            if requests.get(f"{served.url}/health", timeout=5).status_code == 200:
+            if served.ask("GET", "health", timeout=5).status_code == 200:
                 return
         except requests.ConnectionError:
             time.sleep(0.5)
     raise RuntimeError(f"vLLM did not start:\n{served.log.read_text(errors='replace')[-3000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[Any]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)

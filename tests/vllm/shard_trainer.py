@@ -1,4 +1,4 @@
-"""A trainer that torchrun starts: FSDP2 shards a model, and a vLLM server gets each step of it.
+"""A trainer of several ranks: FSDP2 shards a model, and a vLLM server gets each step of it.
 
 Rank 0 prints a line of JSON for each update: what was sent, and what the server has of it.
 """
@@ -21,38 +21,57 @@ import weightsync as ws
 from tests.vllm.tiny import PROMPT, TOKENS, expected, held, largest_difference
 from weightsync.tensors import as_bytes
 from weightsync.transports.factory import TransportFactory
+from weightsync.update.deltas import DeltaChoice
 from weightsync.weights.copying.fingerprint import mix64, to_hex
 from weightsync.wire.messages import CheckReply, CheckRequest
 
 STEPS = 3
+FRAME_NBYTES = 1514
 
 
 def load(folder: Path) -> Any:
     return cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def main(url: str, folder: Path) -> None:
+def main(url: str, folder: Path, delta: DeltaChoice) -> None:
     dist.init_process_group("gloo")
     model, whole = load(folder), load(folder)
     for layer in [*model.model.layers, model]:
         fully_shard(layer)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     tokens = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
-    with ws.connect(model, to=url) as sender:
+    with ws.connect(model, to=url, delta=delta) as sender:
         for _ in range(STEPS):
             model(tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            dist.barrier()
+            before = uplink_nbytes()
             report = sender.send_weights()
+            left = [0] * dist.get_world_size()
+            dist.all_gather_object(left, uplink_nbytes() - before)
             full = {
                 name: cast("DTensor", tensor).full_tensor()
                 for name, tensor in model.state_dict().items()
             }
             whole.load_state_dict(full)
             if dist.get_rank() == 0:
-                print(json.dumps(compared(url, whole, report)), flush=True)
+                print(json.dumps(compared(url, whole, report) | {"left": left}), flush=True)
             dist.barrier()
     dist.destroy_process_group()
+
+
+def uplink_nbytes() -> int:
+    """Return the bytes that have left this host, without those that TCP sent twice."""
+    net = Path("/proc/self/net")  # of this host, where it is a namespace
+    _, _, *devices = (net / "dev").read_text(encoding="ascii").splitlines()
+    names, values = (
+        line.split() for line in (net / "snmp").read_text("ascii").splitlines() if "Tcp:" in line
+    )
+    again = int(dict(zip(names, values, strict=True))["RetransSegs"])
+    counted = dict(device.split(":") for device in devices)
+    sent = (int(c.split()[8]) for name, c in counted.items() if name.strip() != "lo")
+    return sum(sent) - again * FRAME_NBYTES
 
 
 def compared(url: str, whole: Any, report: ws.SyncReport) -> dict[str, Any]:
@@ -101,4 +120,4 @@ def compared(url: str, whole: Any, report: ws.SyncReport) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), cast("DeltaChoice", sys.argv[3]))

@@ -384,6 +384,11 @@ class RingReader:
         self.check_current(chunk)
         self._control.release(self._reader, self._base + chunk + 1)
 
+    def leave(self, chunks: int) -> None:
+        """Release all `chunks`, whether they were read or not: nobody waits for this reader."""
+        if self._control.epoch == self._epoch:
+            self._control.release(self._reader, self._base + chunks)
+
     def check_current(self, chunk: int) -> None:
         """Raise TransferError when the slot was reused or a new update began meanwhile."""
         control, number = self._control, self._base + chunk + 1

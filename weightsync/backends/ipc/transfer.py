@@ -414,6 +414,15 @@ class IncomingTransfer:
     def run(self) -> Steps:
         """Load the tensors, compare the fingerprints, and return the result."""
         self._await_epoch()
+        try:
+            return (yield from self._load())
+        except BaseException:
+            # The ring's other readers would wait: of a failure they may hear only when they end.
+            if self._ring_update.packed:
+                self._reader.leave(len(self._layout.chunks))
+            raise
+
+    def _load(self) -> Steps:
         load_target = self._context.open_target(self._layout)
         adds_up = self._info.delta_follows and load_target.takes_deltas and _has_shards(load_target)
         if adds_up and not why_no_kernels():
@@ -829,7 +838,8 @@ class IncomingTransfer:
         if now - self._checked_at > _LIVENESS_INTERVAL_S:
             self._checked_at = now
             if self._control.epoch > self._ring_update.epoch:
-                raise TransferError("the sender has ended this update")
+                by = "sender, or the relay of this host," if self._opened.relayed else "sender"
+                raise TransferError(f"the {by} has ended this update")
             if not self._control.segment.owner_alive():
                 raise SegmentError("the sender died in the middle of the update")
 

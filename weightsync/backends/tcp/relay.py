@@ -265,16 +265,20 @@ class HostRelay:
             self.window.begin(update.epoch, len(update.sizes), [update.followers])
             self._receive_all(update)
         except WeightSyncError as exc:
-            self.window.fail()
-            self._leave_source()  # it may be in the middle of a chunk
-            update.fail(exc)
+            self._give_up(update, exc)
         except Exception as exc:  # noqa: BLE001 # callers that wait must get any error
-            self.window.fail()
-            self._leave_source()
-            update.fail(TransferError(f"the relay of this host failed: {exc!r}"))
+            self._give_up(update, TransferError(f"the relay of this host failed: {exc!r}"))
         else:
             update.done.set()
             self._ask(update.epoch, 0, is_next=True)
+
+    def _give_up(self, update: RelayUpdate, error: WeightSyncError) -> None:
+        self.window.fail()
+        self._leave_source()  # it may be in the middle of a chunk
+        update.fail(error)
+        # The other receivers of this host, whom no request may reach before theirs is answered. The
+        # sender's own ring skips an epoch too, so that the next update has a later one.
+        self._control.epoch = max(self._control.epoch, update.epoch + 1)
 
     def _receive_all(self, update: RelayUpdate) -> None:
         chunk = 0
