@@ -108,6 +108,16 @@ class Counted(ws.QuantizedSource):
         return writers
 
 
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_can_be_resized_after_they_were_quantized(scheme: str) -> None:
+    """Trainers offload by it."""
+    weight = torch.randn(128, 128).bfloat16()
+    quantize(weight, SCHEMES[scheme])
+    weight.untyped_storage().resize_(0)
+    assert weight.untyped_storage().nbytes() == 0
+
+
 def test_which_updates_are_written_straight_into_buckets() -> None:
     """Not those whose tensors are looked at, and none of a subclass that makes other tensors."""
 

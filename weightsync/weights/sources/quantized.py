@@ -33,6 +33,7 @@ from weightsync.arguments import Dtype
 from weightsync.errors import ConfigError, shorten
 from weightsync.specs import FLOATING, Manifest, TensorSpec
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
+from weightsync.weights.copying.copy_plan import host_view
 from weightsync.weights.copying.shards import Slice
 from weightsync.weights.lines.memory import why_no_kernels
 from weightsync.weights.sinks.base import uses
@@ -374,7 +375,9 @@ class _Loop:
         self._sizes = columns, min(high, rows), min(wide, columns)
         self._scheme = scheme
         self._kernels = kernels
-        self._values = weight.resolve_neg().contiguous().view(torch.uint16).view(-1).numpy()
+        plain = self._keeps = weight.resolve_neg().contiguous()
+        # Not `numpy()`: torch resizes no storage of which it has once made such a view.
+        self._values = np.frombuffer(host_view(plain.data_ptr(), plain.nbytes), np.uint16)
 
     def round(self, out: torch.Tensor, begin: int) -> bool:
         """Quantize the values from `begin` on to `out`, uint8[n]; all before were rounded.
