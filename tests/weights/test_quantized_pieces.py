@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -178,3 +180,50 @@ def test_a_failed_update_leaves_the_weights_and_the_next_one_is_whole(
             for name, tensor in served.state_dict().items():
                 assert torch.equal(as_uint8(tensor), as_uint8(kept[name]))
     assert all(source.asked)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5])
+def test_a_cancelled_update_leaves_the_weights_and_the_next_one_is_whole(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while a weight lies in its buckets in part; the source is not read afterwards."""
+    model, served_model = Mixed(), Mixed()
+    source = Counted(model, "fp8_channel")
+    served = Held(ws.QuantizedSource(served_model, "fp8_channel"))
+    receiver = ws.WeightReceiver(served)
+    written, reached, go = 0, threading.Event(), threading.Event()
+    genuine = quantized._Written.write
+
+    def write(self: Any, target: torch.Tensor) -> None:
+        nonlocal written
+        written += 1
+        if written == piece and not go.is_set():
+            reached.set()
+            assert go.wait(60)
+        genuine(self, target)
+
+    async def cancel(sender: ws.WeightSender) -> None:
+        sending = asyncio.create_task(sender.asend_weights())
+        assert await asyncio.to_thread(reached.wait, 60)
+        sending.cancel()
+        asyncio.get_running_loop().call_later(0.1, go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+
+    with (
+        closing(receiver),
+        ws.connect(source, to=receiver.handle, bucket_nbytes=4096, packed=True) as sender,
+    ):
+        sender.send_weights()
+        kept = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+        model.step()
+        monkeypatch.setattr(quantized._Written, "write", write)
+        asyncio.run(cancel(sender))
+        read, version = written, receiver.version
+        assert (read, version) == (piece, 1)
+        for name, tensor in served.state_dict().items():
+            assert torch.equal(as_uint8(tensor), as_uint8(kept[name]))
+        model.step()
+        assert sender.send_weights().verified == "held"
+        served.assert_is(source)
+        assert written > read
