@@ -562,10 +562,11 @@ class WeightSender:
         torch saw written since is read again by the update. One that was written without torch's
         notice, through `.data` or NumPy, fails the update with VerificationError.
 
-        `names` are those that are sent. Does nothing for other updates, with several ranks, and
-        while an update is in flight or within `update()`. Not run on a GPU. Raises ConfigError for
-        names that are not sent, and after `close`, and ManifestMismatchError for a module that has
-        other tensors than it had.
+        `names` are those that are sent. Of several ranks each says it for what it sends itself, by
+        the names of whole tensors. Does nothing for other updates, where ranks gather, and while an
+        update is in flight or within `update()`. Not run on a GPU. Raises ConfigError for names
+        that are not sent, and after `close`, and ManifestMismatchError for a module that has other
+        tensors than it had.
         """
         if self._closed:
             raise ConfigError("this sender is closed; connect again")

@@ -477,12 +477,12 @@ class RankWorker:
     def note_written(self, names: Iterable[str] | None) -> None:
         """Have the engines fingerprint tensors that have the values of the next update.
 
-        None are all tensors. Does nothing for sources that are made or copied for each update, and
-        with several ranks. Raises ConfigError for names that are not sent.
+        None are all tensors; with several ranks, what this one sends of them. Does nothing for
+        sources that are made or copied for each update. Raises ConfigError for names that are not
+        sent.
         """
-        source = self.source
         if self._places is None:
-            specs = source.manifest.specs
+            specs = self.source.manifest.specs
             self._places = {spec.name: index for index, spec in enumerate(specs)}
         named = list(self._places if names is None else names)
         unknown = [name for name in named if name not in self._places]
@@ -490,14 +490,20 @@ class RankWorker:
             raise ConfigError(
                 f"{len(unknown)} tensors are not among those that are sent: {shorten(unknown)}"
             )
-        if self._collective is not None or self._snapshot is not None or source.is_made:
+        source, streamed = self.sent, self._streamed
+        gathers = self._collective is not None and streamed is None
+        if gathers or self._snapshot is not None or source.is_made:
             return
         if not self.engines:  # released: nothing would drop what is known of the tensors
             return
         if self._known is None:  # a module of thousands of tensors is inspected once for an update
             self._known = source.stable_tensors() or []
             source.refresh()
-        tensors = {self._places[name]: self._known[self._places[name]] for name in named}
+        indices = {self._places[name] for name in named}
+        if streamed is not None:
+            boxes = enumerate(streamed.stream.indices)
+            indices = {i for i, index in boxes if index in indices}
+        tensors = {i: self._known[i] for i in indices}
         for engine in self.engines.values():
             part(engine, HeldMemory).read_ahead(tensors)
 
