@@ -85,6 +85,7 @@ from weightsync.update.fleet import Fleet, Member
 from weightsync.update.outgoing import UpdateTransaction
 from weightsync.update.paths import PathSelector
 from weightsync.update.sets import SetUpdate
+from weightsync.weights.inner_tensors import Expansion
 from weightsync.weights.lines.memory import warm_up
 from weightsync.weights.sinks.module_sink import Rename
 from weightsync.weights.sources.base import (
@@ -1214,10 +1215,14 @@ def send_weights(  # noqa: PLR0913  # the settings of a connection, all keyword-
             identity: Hashable = id(source)
         else:
             given = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-            pairs = list(checked_pairs(given, dtype))
+            expansion = Expansion()
+            pairs = list(checked_pairs(given, dtype, expansion=expansion))
             aliases = find_ties(pairs)
             pairs = [(name, tensor) for name, tensor in pairs if name not in aliases]
-            specs = tuple(spec_of(name, tensor, dtype) for name, tensor in pairs)
+            specs = tuple(
+                spec_of(name, tensor, None if name in expansion.owners else dtype)
+                for name, tensor in pairs
+            )
             rounded = rounded_by(specs, [tensor.dtype for _, tensor in pairs])
             source = _LatestTensors(Manifest(specs, aliases), rounded)
             identity = source.manifest.digest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from weightsync.errors import ConfigError, ManifestMismatchError
+from weightsync.errors import INNER_TENSORS, ConfigError, ManifestMismatchError
 
 DTYPE_NBYTES: Mapping[str, int] = {
     "float64": 8,
@@ -54,6 +54,15 @@ MAX_VERSION = 1 << 62
 MAX_NAME_LENGTH = 1024
 MAX_DIMENSIONS = 16
 MAX_TENSOR_NBYTES = 1 << 46
+
+
+def described_name(name: str, description: str) -> str:
+    """Return the name of the tensor that describes the inner tensors of the parameter `name`.
+
+    It is a `uint8[0]`: all that it says is in its name. A receiver needs a tensor of that very
+    name, so that it takes the inner tensors of no other class, and with no other attributes.
+    """
+    return f"{name}.<{description}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,41 @@ class Manifest:
             for name, dtype, shape in zip(names, dtype_names, shapes, strict=True)
         )
         return cls(specs, dict(aliases or {}))
+
+    @cached_property
+    def descriptions(self) -> Mapping[str, str]:
+        """The descriptions of inner tensors, by the name of their parameter; see described_name."""
+        found = {}
+        for name, i in self.index.items():
+            spec = self.specs[i]
+            if name.endswith(">") and (spec.dtype, spec.shape) == ("uint8", (0,)):
+                parameter, begins, text = name[:-1].partition(".<")
+                if begins:
+                    found[parameter] = text
+        return found
+
+    @cached_property
+    def inner(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of what is sent of each parameter with a description, that one included."""
+        found: dict[str, list[str]] = {parameter: [] for parameter in self.descriptions}
+        for name in self.index if found else ():
+            parameter = owner_of(name, found)
+            if parameter is not None:
+                found[parameter].append(name)
+        return {parameter: tuple(names) for parameter, names in found.items()}
+
+    @cached_property
+    def together(self) -> Mapping[str, str]:
+        """For each tensor that is sent with another one alone, the name of that.
+
+        Of a quantized weight its scale, of an inner tensor its description.
+        """
+        described = {
+            name: described_name(parameter, self.descriptions[parameter])
+            for parameter, names in self.inner.items()
+            for name in names
+        }
+        return {**self.scales, **{name: of for name, of in described.items() if name != of}}
 
     @cached_property
     def scales(self) -> Mapping[str, str]:
@@ -233,6 +277,17 @@ class ManifestDifference:
             )
 
 
+def owner_of(name: str, parameters: Container[str]) -> str | None:
+    """Return the parameter whose inner tensor, or description, a name is; None of others."""
+    end = name.find(".<")
+    end = name.rfind(".") if end < 0 else end
+    while end > 0:
+        if name[:end] in parameters:
+            return name[:end]
+        end = name.rfind(".", 0, end)
+    return None
+
+
 def changes(before: Manifest, now: Manifest) -> list[str]:
     """Return `name: float32[8, 4] before, bfloat16[8, 4] now` for each name that differs."""
     was = {spec.name: spec for spec in before.specs}
@@ -295,9 +350,83 @@ def compare(
             mismatched.append(f"{want.name}: offered {have}, wanted {want}")
         elif have.dtype in FLOATING:
             fitting.add(have.dtype)
-    return ManifestDifference(
+    found = ManifestDifference(
         tuple(missing), tuple(unexpected), tuple(mismatched), fitting=frozenset(fitting)
     )
+    return _with_inner(found, offered, wanted)
+
+
+def refuse_inner(offered: Manifest) -> ManifestDifference:
+    """Return the difference from a receiver that does not declare its tensors: no inner tensors.
+
+    It would be given their bytes, and could not know what these mean.
+    """
+    lines = [
+        f"{name}: offered {_inner_of(text)}, wanted tensors that need no description"
+        for name, text in offered.descriptions.items()
+    ]
+    return ManifestDifference(mismatched=tuple(lines))
+
+
+def _with_inner(
+    found: ManifestDifference, offered: Manifest, wanted: Manifest
+) -> ManifestDifference:
+    """Return the difference with one entry for each parameter whose inner tensors do not fit."""
+    if not offered.descriptions and not wanted.descriptions:
+        return found
+    unlike = {}
+    for name in {**wanted.descriptions, **offered.descriptions}:
+        have, want = offered.descriptions.get(name), wanted.descriptions.get(name)
+        if have is not None and want is not None:
+            if have != want:
+                unlike[name] = _unlike(have, want)
+        elif have is not None and name in wanted.index:
+            spec = wanted.specs[wanted.index[name]]
+            unlike[name] = f"offered {_inner_of(have)}, wanted {spec}"
+        elif want is not None and name in offered.index:
+            spec = offered.specs[offered.index[name]]
+            unlike[name] = f"offered {spec}, wanted {_inner_of(want)}"
+
+    def others(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(n for n in names if n not in unlike and owner_of(n, unlike) is None)
+
+    named = {entry: entry.partition(": offered ")[0] for entry in found.mismatched}
+    kept = set(others(named.values()))
+    mismatched = [entry for entry, name in named.items() if name in kept]
+    mismatched += [f"{name}: {line}" for name, line in unlike.items()]
+    return ManifestDifference(
+        others(found.missing),
+        others(found.unexpected),
+        tuple(mismatched),
+        tuple(_cut(offered, wanted, unlike)),
+        found.fitting,
+    )
+
+
+def _cut(offered: Manifest, wanted: Manifest, unlike: Container[str]) -> Iterator[str]:
+    """Yield an entry for each parameter of which some inner tensors are offered, and not all."""
+    places = wanted.places()
+    for parameter, names in wanted.inner.items():
+        specs = dict.fromkeys(wanted.specs[wanted.index[name]].name for name in names)
+        lacks = [n for n in specs if not any(name in offered.index for name in places[n])]
+        if parameter not in unlike and 0 < len(lacks) < len(specs):
+            yield f"{parameter}: offered a part of its inner tensors, wanted with {lacks[0]}"
+
+
+def _inner_of(description: str, entries: Iterable[str] = ()) -> str:
+    listed = ", ".join(entries)
+    cls = description.partition("; ")[0]
+    return f"{INNER_TENSORS} of {cls}" + (f" with {listed}" if listed else "")
+
+
+def _unlike(have: str, want: str) -> str:
+    """Return what differs between two descriptions: the classes, or else the attributes."""
+    offers, wants = have.split("; "), want.split("; ")
+    if offers[0] != wants[0]:
+        return f"offered {_inner_of(have)}, wanted {_inner_of(want)}"
+    given = _inner_of(have, (entry for entry in offers if entry not in wants))
+    asked = _inner_of(want, (entry for entry in wants if entry not in offers))
+    return f"offered {given}, wanted {asked}"
 
 
 def rounds(before: str, after: str) -> bool:

@@ -180,6 +180,14 @@ def plain() -> Any:
     return nn.Sequential(nn.Linear(WIDE, HIGH, bias=False), nn.Linear(HIGH, 8)).bfloat16()
 
 
+def refused(kind: str) -> tuple[type[Exception], str]:
+    """The error for the module itself: torchao's tensors are whole only where a server has such."""
+    if kind.startswith("torchao"):
+        seen = r"ws\.DequantizedSource.* 0\.weight: offered the inner tensors of torchao\."
+        return ws.ManifestMismatchError, seen
+    return ws.ConfigError, r"0\.weight is a .* ws\.DequantizedSource"
+
+
 @REAL
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_holds_the_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +196,8 @@ def test_a_server_holds_the_values(kind: str, monkeypatch: pytest.MonkeyPatch) -
     served = plain()
     receiver = ws.WeightReceiver(served)
     with closing(receiver):
-        with pytest.raises(ws.ConfigError, match=r"0\.weight is a .* ws\.DequantizedSource"):
+        error, seen = refused(kind)
+        with pytest.raises(error, match=seen):
             ws.connect(model, to=receiver.handle)
         assert receiver.version == 0
         source = ws.DequantizedSource(model, dtype=torch.bfloat16)
@@ -203,7 +212,7 @@ def test_a_server_holds_the_values(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @REAL
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("bitsandbytes")])
 def test_a_receiver_of_such_tensors_is_refused_by_name(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from weightsync.ranks.sources import CollectiveSource, Pair, SourceOfUpdate, Sub
 from weightsync.specs import Manifest
 from weightsync.weights.copying.shards import gather
 from weightsync.weights.deltas.change_log import ChangeLog, DeltaSource, pairs_of
+from weightsync.weights.inner_tensors import Expansion
 from weightsync.weights.sources.base import NamedTensors, WeightSource, checked_pairs
 from weightsync.weights.sources.holdings import Holdings
 from weightsync.weights.tensor_kinds import check_readable
@@ -280,7 +281,7 @@ class PairsUpdate(UpdateSource):
         """Take this rank's tensors, not gathered. Raises where the ranks differ."""
         self._replicas.begin()
         with step():
-            self._pairs = list(checked_pairs(self._given))
+            self._pairs = list(checked_pairs(self._given, expansion=Expansion()))
             for name, tensor in self._pairs:
                 check_readable(name, tensor)
             _check_together([name for name, _ in self._pairs], self._model.belong_together)

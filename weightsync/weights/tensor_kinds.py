@@ -25,6 +25,7 @@ from weightsync.tensors import (
     sent_dtype,
 )
 from weightsync.weights.copying.shards import is_sharded, local_of
+from weightsync.weights.inner_tensors import holds_tensor, is_of_torchao, why_not_whole
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +163,13 @@ def _why(tensor: torch.Tensor, cast: torch.dtype | None, *, or_meta: bool) -> _R
         return why and _Reason(f"a DTensor of {why.what}", why.instead)
     package = quantizer_of(tensor)
     if package is not None:
-        return _Reason(
-            f"a {package} {cls.__name__}, with scales beside its bytes",
-            "its values, as ws.DequantizedSource(model) does",
-        )
+        what = f"a {package} {cls.__name__}, with scales beside its bytes"
+        if is_of_torchao(tensor) and hasattr(cls, "__tensor_flatten__"):
+            because = why_not_whole(tensor)
+            what += (
+                f", and is not sent whole: {because}" if because else ", and not sent whole here"
+            )
+        return _Reason(what, "its values, as ws.DequantizedSource(model) does")
     if hasattr(tensor, "ds_tensor"):
         return _Reason(
             "in pieces of DeepSpeed's ZeRO-3", "the engine or its model itself, to connect()"
@@ -424,20 +428,7 @@ def _is_state(key: str, value: object) -> bool:
         return False
     if isinstance(value, FunctionType | MethodType | type | nn.Module):
         return False
-    return _QUANTIZATION.search(key) is not None or _holds_tensor(value)
-
-
-def _holds_tensor(value: object) -> bool:
-    """Whether a value is a tensor, or an object or a collection with one directly in it."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, Mapping):
-        inner: Iterable[object] = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    else:
-        inner = getattr(value, "__dict__", {}).values()
-    return any(isinstance(each, torch.Tensor) for each in inner)
+    return _QUANTIZATION.search(key) is not None or holds_tensor(value)
 
 
 def _has_extra_state(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from weightsync.errors import (
 from weightsync.integrations.vllm import rpc
 from weightsync.integrations.vllm.writes import Place, TensorKey, WriteWatch, places_of
 from weightsync.receiver import WeightReceiver
-from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec, refuse_inner
 from weightsync.tensors import TORCH_DTYPES, dtype_name
 from weightsync.weights.sinks.base import HookSink, NamedTensor
 from weightsync.wire import codec
@@ -344,6 +344,8 @@ class ModelSink(HookSink):
 
     def difference(self, offered: Manifest) -> ManifestDifference:
         """How `offered` differs from what the model's loader takes; cached."""
+        if offered.descriptions:
+            return refuse_inner(offered)
         if offered.digest not in self._trials:
             self._engine.check()
             trial = try_out(self._engine.model, offered)

@@ -16,7 +16,7 @@ from weightsync.integrations.sglang.files import (
     WeightDirectory,
     lay_out,
 )
-from weightsync.specs import Manifest, ManifestDifference, TensorSpec
+from weightsync.specs import Manifest, ManifestDifference, TensorSpec, refuse_inner
 from weightsync.tensors import as_bytes
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.sinks.base import Apply, LoadTarget, NamedTensor, WeightSink
@@ -54,7 +54,7 @@ class FilesSink(WeightSink):
         digest, known = self._known
         if digest != offered.digest:
             wanted = self.manifest
-            known = ManifestDifference() if wanted is None else _compare(offered, wanted)
+            known = refuse_inner(offered) if wanted is None else _compare(offered, wanted)
             self._known = (offered.digest, known)
         return known
 

@@ -55,7 +55,14 @@ from weightsync.integrations.vllm.writes import (
     loaded_numel,
     places_of,
 )
-from weightsync.specs import Manifest, ManifestDifference, TensorSpec, compare, union
+from weightsync.specs import (
+    Manifest,
+    ManifestDifference,
+    TensorSpec,
+    compare,
+    refuse_inner,
+    union,
+)
 from weightsync.tensors import TORCH_DTYPES, dtype_name, from_bytes
 from weightsync.weights.copying import arena
 from weightsync.weights.copying.copy_plan import Memory
@@ -861,7 +868,7 @@ class VllmSink(WeightSink):
         refuse_fixed_kernels(self.reload.model)
         refuse_scaled_once(self.reload.model)
         wanted = self._checkpoint
-        known = compare(offered, wanted, cast=True) if wanted else ManifestDifference()
+        known = compare(offered, wanted, cast=True) if wanted else refuse_inner(offered)
         if known.unexpected or known.mismatched:
             return known, {}
         trial = try_out(self.reload, offered, self.given_names(offered))

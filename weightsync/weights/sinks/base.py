@@ -41,6 +41,7 @@ from weightsync.specs import (
     compare,
     count_casts,
     find_widened,
+    refuse_inner,
     rounds,
 )
 from weightsync.tensors import from_bytes
@@ -306,12 +307,13 @@ class WeightSink(ABC):
         return self.manifest.aliases if self.manifest else {}
 
     def difference(self, offered: Manifest) -> ManifestDifference:
-        """Return how `offered` differs from this sink's manifest; no difference without a manifest.
+        """Return how `offered` differs from this sink's manifest.
 
-        Cached for a few manifests, since an update needs it more than once.
+        Without a manifest only inner tensors of torchao differ, which a hook would not know. Cached
+        for a few manifests, since an update needs it more than once.
         """
         if self.manifest is None:
-            return ManifestDifference()
+            return refuse_inner(offered)
         known = self.__dict__.setdefault("_differences", {})
         found = cast(ManifestDifference | None, known.get(offered.digest))
         if found is None:

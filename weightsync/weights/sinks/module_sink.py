@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -43,6 +43,7 @@ from weightsync.weights.copying.fingerprint import mix64, part_of
 from weightsync.weights.copying.fused import PairCopies
 from weightsync.weights.copying.layout import StreamLayout, aligned
 from weightsync.weights.copying.shards import Slice, Slicer, is_sharded, local_of
+from weightsync.weights.inner_tensors import Expansion, InnerTensors
 from weightsync.weights.lines.memory import LineMemory, Marks, new_marks
 from weightsync.weights.lines.shard_lines import lines_of, takes_lines
 from weightsync.weights.sinks.asleep import GpuMemory, give_back
@@ -127,15 +128,29 @@ class ModuleTensors:
     `tensors[i]`. `aliases` maps a tied name to the name of its tensor. `modules` are all
     submodules; `wrapped` says that torch.compile wraps one. With `wants` only the tensors of which
     it takes the module's own name are found.
+
+    With `opens`, tensors of torchao are found as their inner tensors, where these can be sent:
+    `inner` has the names of all that were made of them.
     """
 
     def __init__(
-        self, module: nn.Module, *, rename: Rename | None = None, wants: Wants | None = None
+        self,
+        module: nn.Module,
+        *,
+        rename: Rename | None = None,
+        wants: Wants | None = None,
+        opens: bool = False,
     ) -> None:
         self.module = module
         self._rename = rename_with(rename)
         self._wants = wants
+        self._opens = opens
         self._walk()
+
+    @property
+    def inner(self) -> Container[str]:
+        """The names of inner tensors, and of their descriptions."""
+        return self._expansion.owners
 
     def refresh(self) -> bool:
         """Return True when the module changed since the last call; all attributes are then new."""
@@ -152,11 +167,13 @@ class ModuleTensors:
             for i, others in self.tied.items()
             for other in others
         )
+        same = same and all(opened.is_current() for opened in self._opened)
         if not same:
             # Made apart: where the walk fails, everything stays as it was, and is found again.
-            self.__dict__.update(
-                vars(ModuleTensors(self.module, rename=self._rename, wants=self._wants))
+            found = ModuleTensors(
+                self.module, rename=self._rename, wants=self._wants, opens=self._opens
             )
+            self.__dict__.update(vars(found))
         return not same
 
     def _found(self) -> Iterator[object]:
@@ -173,23 +190,33 @@ class ModuleTensors:
         self._held: list[torch.Tensor | nn.Module | None] = []
         self.modules: list[nn.Module] = []
         self.wrapped = False
+        self._expansion = Expansion()
+        self._opened: list[InnerTensors] = []
         first: dict[object, int] = {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             self._note_module(module)
-            for key, tensor in self._own_tensors(module):
+            for key, held in self._own_tensors(module):
                 own = strip_wrappers(f"{prefix}.{key}" if prefix else key)
                 if self._wants is not None and not self._wants(own):
                     continue
-                name = self._rename(own)
-                known = first.setdefault(identity(tensor), len(self.names))
-                if known == len(self.names):
-                    self.names.append(name)
-                    self.tensors.append(tensor)
-                elif name != self.names[known]:
-                    self.aliases[name] = self.names[known]
-                    self._note_tied(known, tensor)
+                for name, tensor in self._parts_of(self._rename(own), held):
+                    known = first.setdefault(identity(tensor), len(self.names))
+                    if known == len(self.names):
+                        self.names.append(name)
+                        self.tensors.append(tensor)
+                    elif name != self.names[known]:
+                        self.aliases[name] = self.names[known]
+                        self._note_tied(known, tensor)
         self._all_tables = list(chain.from_iterable(map(_TABLES, self.modules)))
         self._sizes = list(map(len, self._all_tables))
+
+    def _parts_of(self, name: str, held: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return what is sent of a parameter: itself, or its inner tensors."""
+        opened = self._expansion.of(name, held, identity) if self._opens else None
+        if opened is None:
+            return ((name, held),)
+        self._opened.append(opened)
+        return opened.named(name)
 
     def _note_tied(self, index: int, tensor: torch.Tensor) -> None:
         """Keep a tensor object that shares only the memory of `tensors[index]`, not the object."""
@@ -328,6 +355,9 @@ class ModuleSink(WeightSink):
     Thread-safe: `lock` guards what is known of the module's tensors, and their pointers while they
     are set. It is not held while tensors are read.
 
+    Of a tensor of torchao the inner tensors are written to, by either swap: the tensor itself stays
+    the same object. What is offered has to have its class and attributes (docs/quantized.md).
+
     Raises ConfigError for a module with DTensors; ShardedModuleSink takes those.
     """
 
@@ -342,7 +372,7 @@ class ModuleSink(WeightSink):
         self.module = module
         self.casts = cast
         self._gpu_memory = GpuMemory()
-        self._found = ModuleTensors(module)
+        self._found = ModuleTensors(module, opens=True)
         check_writable(self._named())
         self._held = self._hold()
         self._described = self._describe()

@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -32,6 +33,7 @@ from weightsync.weights.copying.shards import (
     is_sharded,
     local_of,
 )
+from weightsync.weights.inner_tensors import Expansion, renamed
 from weightsync.weights.sinks.frozen import check_scripted
 from weightsync.weights.sinks.module_sink import (
     ModuleTensors,
@@ -394,10 +396,11 @@ class SourceExtras:
     def belong_together(self) -> Mapping[str, str]:
         """For each tensor that is sent with another one alone, the name of that, as a scale.
 
-        Of a source that does not say it: of each quantized weight the scale beside it.
+        Of a source that does not say it: of each quantized weight the scale beside it, and of
+        tensors of torchao all that is inside.
         """
         pairs: Mapping[str, str] | None = getattr(self._source, "belong_together", None)
-        return self._source.manifest.scales if pairs is None else pairs
+        return self._source.manifest.together if pairs is None else pairs
 
     @property
     def device_types(self) -> AbstractSet[str]:
@@ -449,7 +452,8 @@ class ModuleSource:
     (DTensors, as `fully_shard` makes them) are gathered one decoder layer at a time: a collective
     of every rank of their mesh. Modules of `fully_shard` are resharded first. The methods raise
     ManifestMismatchError while the module does not have the tensors that it had at `connect`, under
-    the same names; in which order it has them does not matter.
+    the same names; in which order it has them does not matter. Tensors of torchao are sent whole,
+    as their inner tensors (docs/quantized.md); `dtype` does not cast these.
     """
 
     def __init__(
@@ -465,7 +469,7 @@ class ModuleSource:
         self._dtype = as_dtype("dtype", dtype)
         self._fsdp = find_fsdp(module)
         self._reshard()
-        self._found = ModuleTensors(module, rename=rename, wants=wants)
+        self._found = ModuleTensors(module, rename=rename, wants=wants, opens=True)
         self._manifest = self._describe()
         self._take_over()
         self._fits = True
@@ -563,7 +567,7 @@ class ModuleSource:
             # A parameter that was removed and set again, as `prune` does, is the last one.
             names = [spec.name for spec in manifest.specs]
             tensors = [found.tensors[now.index[name]] for name in names]
-            specs = map(spec_of, names, tensors, [self._dtype] * len(names))
+            specs = map(self._spec, names, tensors)
             if tuple(specs) != manifest.specs:
                 raise self._mismatch(now)
         self._names, self._tensors = names, tensors
@@ -587,8 +591,12 @@ class ModuleSource:
     def _describe(self) -> Manifest:
         found = list(zip(self._found.names, self._found.tensors, strict=True))
         check_sendable(found, self._dtype, or_meta=True)
-        specs = tuple(spec_of(name, tensor, self._dtype) for name, tensor in found)
+        specs = tuple(self._spec(name, tensor) for name, tensor in found)
         return Manifest(specs, self._found.aliases)
+
+    def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor as it is sent: those inside of a tensor of torchao are not cast."""
+        return spec_of(name, tensor, None if name in self._found.inner else self._dtype)
 
 
 class IterableSource:
@@ -613,7 +621,8 @@ class IterableSource:
     ) -> None:
         self._factory = factory
         self._yields_meta = False
-        self._rename = rename_with(rename)
+        self._owners: dict[str, str] = {}
+        self._rename = partial(renamed, rename=rename_with(rename), owners=self._owners)
         self._dtype = as_dtype("dtype", dtype)
         self.changed: list[str] = []
         self.rounded: dict[str, str] = {}
@@ -622,7 +631,7 @@ class IterableSource:
         given = factory() if first is None else first
         self._aliases: dict[str, str] | None = None
         if isinstance(given, Mapping):
-            given = list(checked_pairs(given.items(), self._dtype))
+            given = list(checked_pairs(given.items(), self._dtype, expansion=self._expansion()))
             self._aliases = find_ties(given)
             given = [(name, tensor) for name, tensor in given if name not in self._aliases]
         tied = self._aliases or {}
@@ -703,11 +712,21 @@ class IterableSource:
         """Return None: the tensors may be new ones every time."""
         return None
 
+    def _expansion(self) -> Expansion | None:
+        """Return what replaces tensors of torchao in one iteration; None: they are refused."""
+        return Expansion(self._owners)
+
     def _pairs(self, given: NamedTensors | Mapping[str, torch.Tensor]) -> NamedTensors:
         if not isinstance(given, Mapping):
-            return checked_pairs(given, self._dtype, at_once=True, or_meta=self._yields_meta)
+            return checked_pairs(
+                given,
+                self._dtype,
+                at_once=True,
+                or_meta=self._yields_meta,
+                expansion=self._expansion(),
+            )
         # All of them alive, or memory that is used again looks tied.
-        pairs = list(checked_pairs(given.items(), self._dtype))
+        pairs = list(checked_pairs(given.items(), self._dtype, expansion=self._expansion()))
         aliases = find_ties(pairs)
         if self._aliases is not None and aliases != self._aliases:
             changed = sorted(aliases.items() ^ self._aliases.items())
@@ -721,9 +740,10 @@ class IterableSource:
     def _describe(self, pairs: NamedTensors) -> tuple[TensorSpec, ...]:
         specs = []
         states = {}
-        for name, tensor in checked_pairs(pairs, self._dtype):
+        for name, tensor in checked_pairs(pairs, self._dtype, expansion=self._expansion()):
             self.device_types.add(gathered_device(tensor))
-            specs.append(spec_of(self._rename(name), tensor, self._dtype))
+            cast = None if name in self._owners else self._dtype
+            specs.append(spec_of(self._rename(name), tensor, cast))
             self._places.note(specs[-1].name, tensor)
             self.rounded |= rounded_by(specs[-1:], [tensor.dtype])
             if keys := state_beside(tensor):
@@ -765,6 +785,10 @@ class SplitSource(IterableSource):
             if not tensor.is_meta:
                 places.note(name, tensor)
         return places
+
+    def _expansion(self) -> None:
+        """None: `whole` names tensors as they are."""
+        return
 
     def join(self, share: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Have `share` return each full tensor: a collective of the ranks that hold its parts.
@@ -905,8 +929,11 @@ def checked_pairs(
     *,
     at_once: bool = False,
     or_meta: bool = False,
+    expansion: Expansion | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` pairs. Raises ConfigError for others.
+
+    An `expansion` replaces tensors of torchao by their inner tensors.
 
     Tensors that cannot be sent are left out, and named by a ConfigError at the end of all pairs.
     With `at_once` it comes at the first of them, and a freed tensor is a ManifestMismatchError.
@@ -926,12 +953,14 @@ def checked_pairs(
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
             raise _no_tensor(name, tensor)
-        if at_once:
-            check_readable(name, tensor, cast, or_meta=or_meta)
-        elif (why := why_unsendable(tensor, cast, or_meta=or_meta)) is not None:
-            refused.append((name, why))
-            continue
-        yield name, tensor
+        opened = None if expansion is None else expansion.of(name, tensor, identity)
+        for inner, part in ((name, tensor),) if opened is None else opened.named(name):
+            if at_once:
+                check_readable(inner, part, cast, or_meta=or_meta)
+            elif (why := why_unsendable(part, cast, or_meta=or_meta)) is not None:
+                refused.append((inner, why))
+                continue
+            yield inner, part
     if refused:
         raise refusal(refused)
 

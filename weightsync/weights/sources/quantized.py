@@ -740,6 +740,7 @@ def _refuse_quantized(manifest: Manifest) -> None:
         if _OF_QUANTIZED.search(spec.name)
         or (spec.name.endswith(_WEIGHT) and spec.dtype in quantized)
     ]
+    found += [f"{name} (of torchao)" for name in manifest.descriptions]
     if found:
         raise ConfigError(
             f"the source is quantized already: {shorten(found)}; send it as it is, without "
