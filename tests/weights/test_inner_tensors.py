@@ -488,7 +488,7 @@ def test_every_source_renames_parameters_and_casts_plain_tensors_alone(kind: str
 
 @pytest.mark.parametrize("kind", ["module", "state dict", "callable"])
 def test_tied_parameters_are_sent_once(kind: str) -> None:
-    def tied(seed: int) -> nn.Module:
+    def tied(seed: int) -> Any:
         model: Any = nn.Module()
         model.a, model.b = half_quantized(contract, seed)[0], half_quantized(contract, 8)[0]
         model.b.weight = model.a.weight
@@ -594,7 +594,19 @@ def test_a_description_tells_values_apart() -> None:
     values: list[Any] = [
         *(None, True, 1, 1.0, "1", "None", [1], (1,), torch.int8, torch.float16),
         *(Mapped.SYMMETRIC, Mapped.ASYMMETRIC, Matmul(), Matmul(True), PerRow(), PerRow(1)),
-        *({"a": 1}, {"b": 1}, {}, [], (), float("nan"), float("inf"), torch.Size([2]), (2, 3)),
+        *(
+            {"a": 1},
+            {"b": 1},
+            {"a=1, b": 1},
+            {"a": 1, "b": 1},
+            {},
+            [],
+            (),
+            float("nan"),
+            float("inf"),
+            torch.Size([2]),
+            (2, 3),
+        ),
         *("x" * 2000, "x" * 1999 + "y"),
     ]
     texts = [InnerTensors(contract(weight, kwargs=value)).description for value in values]
@@ -604,8 +616,9 @@ def test_a_description_tells_values_apart() -> None:
     assert again == texts
     places = [torch.device("cpu"), torch.device("cuda:1")]
     assert len({InnerTensors(contract(weight, kwargs=each)).description for each in places}) == 1
-    with pytest.raises(NotFlatError, match="has a set, which"):
-        InnerTensors(contract(weight, kwargs={1, 2}))
+    for value in ({1, 2}, PerRow, {1: 2}, lambda: 1):
+        with pytest.raises(NotFlatError, match=r"its attribute kwargs has a .*, which is not comp"):
+            InnerTensors(contract(weight, kwargs=value))
 
 
 def test_a_comparison_has_one_entry_for_each_parameter() -> None:
