@@ -187,21 +187,25 @@ INNER_TENSORS = "the inner tensors"
 """How entries of `mismatched` name what torchao keeps inside of a tensor."""
 
 
-def _inner_advice(
-    missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str]
-) -> str:
-    """Return what to do where tensors of torchao do not fit; "" where there are none.
+_INNER_ADVICE = (
+    "Tensors of torchao are sent whole to a module with tensors of the same class and attributes: "
+    "quantize both in the same way, or let the receiver have plain tensors, and give connect() "
+    "ws.DequantizedSource(model)"
+)
+
+
+def _inner_advice(mismatched: Iterable[str]) -> str:
+    """Return what to do where tensors of torchao differ; "" where none do."""
+    return _INNER_ADVICE if any(f" {INNER_TENSORS} of" in entry for entry in mismatched) else ""
+
+
+def _described_advice(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """Return what to do where one side alone has tensors of torchao; "" where none has.
 
     The names of their descriptions are those of weightsync.specs.described_name.
     """
     described = any(".<" in name and name.endswith(">") for name in (*missing, *unexpected))
-    if not described and not any(f" {INNER_TENSORS} of" in entry for entry in mismatched):
-        return ""
-    return (
-        "Tensors of torchao are sent whole to a module with tensors of the same class and "
-        "attributes: quantize both in the same way, or let the receiver have plain tensors, and "
-        "give connect() ws.DequantizedSource(model)"
-    )
+    return _INNER_ADVICE if described else ""
 
 
 def _quantized_advice(missing: Sequence[str], mismatched: Sequence[str]) -> str:
@@ -266,11 +270,12 @@ class ManifestMismatchError(ProtocolError):
         )
         found = [f"{len(names)} {kind}: {shorten(names)}" for kind, names in groups if names]
         advice = (
-            _inner_advice(self.missing, self.unexpected, self.mismatched)
+            _inner_advice(self.mismatched)
             or _quantized_advice(self.missing, self.mismatched)
             or convert_experts(self.missing, self.unexpected)
             or _adapter_advice(self.unexpected)
             or _rename_advice(self.missing, self.unexpected)
+            or _described_advice(self.missing, self.unexpected)
             or _cast_advice(self.missing, self.unexpected, self.mismatched, fitting)
             or "Map names with rename=, cast with dtype=, or send a subset with partial=True."
         )

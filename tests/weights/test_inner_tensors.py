@@ -342,6 +342,16 @@ def test_other_classes_and_attributes_are_refused_in_one_line(
         assert_kept(server, before)
 
 
+def test_the_advice_is_for_the_names_where_these_differ() -> None:
+    trainer, server = nn.Module(), half_quantized(contract, 1)
+    trainer.model = half_quantized(contract, 0)
+    with closing(ws.WeightReceiver(server)) as receiver:
+        with pytest.raises(ws.ManifestMismatchError, match=r"removeprefix\('model\.'\)"):
+            ws.connect(trainer, to=receiver.handle)
+        with pytest.raises(ws.ManifestMismatchError, match=r"DequantizedSource.*unexpected: more"):
+            ws.connect({**server.state_dict(), "more": trainer.model[0].weight}, to=receiver.handle)
+
+
 def test_an_attribute_that_changes_after_connect_is_refused_until_it_is_back() -> None:
     trainer, server = half_quantized(contract, 0), half_quantized(contract, 1)
     with (
