@@ -343,7 +343,8 @@ def test_other_classes_and_attributes_are_refused_in_one_line(
 
 
 def test_the_advice_is_for_the_names_where_these_differ() -> None:
-    trainer, server = nn.Module(), half_quantized(contract, 1)
+    trainer: Any = nn.Module()
+    server = half_quantized(contract, 1)
     trainer.model = half_quantized(contract, 0)
     with closing(ws.WeightReceiver(server)) as receiver:
         with pytest.raises(ws.ManifestMismatchError, match=r"removeprefix\('model\.'\)"):
@@ -352,7 +353,16 @@ def test_the_advice_is_for_the_names_where_these_differ() -> None:
             ws.connect({**server.state_dict(), "more": trainer.model[0].weight}, to=receiver.handle)
 
 
-def test_an_attribute_that_changes_after_connect_is_refused_until_it_is_back() -> None:
+def replace(weight: Any, block: int) -> None:
+    weight.block_size = [1, block]
+
+
+def write(weight: Any, block: int) -> None:
+    weight.block_size[1] = block
+
+
+@pytest.mark.parametrize("change", [replace, write])
+def test_an_attribute_that_changes_after_connect_is_refused_until_it_is_back(change: Any) -> None:
     trainer, server = half_quantized(contract, 0), half_quantized(contract, 1)
     with (
         closing(ws.WeightReceiver(server)) as receiver,
@@ -362,12 +372,12 @@ def test_an_attribute_that_changes_after_connect_is_refused_until_it_is_back() -
         before = copy_of(server)
         for changed in (trainer, server):
             put(trainer, half_quantized(contract, 5))
-            changed[0].weight.block_size = [1, 32]
+            change(changed[0].weight, 32)
             for _ in range(2):
                 with pytest.raises(ws.ManifestMismatchError, match=r"block_size=\[1, 32\]"):
                     sender.send_weights()
                 assert_kept(server, before)
-            changed[0].weight.block_size = [1, WIDE]
+            change(changed[0].weight, WIDE)
         assert receiver.version == 1
         sender.send_weights()
         assert_same(server, trainer)
@@ -512,6 +522,12 @@ def test_tied_parameters_are_sent_once(kind: str) -> None:
         report = sender.send_weights()
     assert report.nbytes == HIGH * WIDE + 4 * HIGH
     assert not differ(server, trainer)
+    with (  # as a checkpoint has tied tensors: under one of their names
+        closing(ws.WeightReceiver(tied(2))) as receiver,
+        ws.connect({"a.weight": trainer.a.weight}, to=receiver.handle) as sender,
+    ):
+        sender.send_weights()
+        assert not differ(receiver.sink.module, trainer)  # type: ignore[attr-defined]
 
 
 def test_one_call_sends_pairs_and_modules() -> None:
