@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 import weightsync as ws
+from weightsync.integrations.sglang.receiving import ModelSink
+from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.specs import Manifest, TensorSpec, compare, described_name
 from weightsync.tensors import contiguous_bytes
 from weightsync.weights.inner_tensors import InnerTensors, NotFlatError
@@ -560,6 +562,14 @@ def test_a_hook_gets_inner_tensors_only_where_its_manifest_has_them(given: bool)
             sender.send_weights()
     assert torch.equal(arrived["0.weight.qdata"], trainer[0].weight.qdata)
     assert torch.equal(arrived["0.weight.scale"], trainer[0].weight.scale)
+
+
+def test_a_server_of_sglang_refuses_them_before_it_asks_its_model() -> None:
+    manifest = ws.ModuleSource(half_quantized(contract, 0)).manifest
+    unused: Any = None
+    for sink in (FilesSink(unused, None, unused), ModelSink(unused, "cpu")):
+        with pytest.raises(ws.ManifestMismatchError, match=r"0\.weight: offered the inner tensors"):
+            sink.difference(manifest).check(partial=False)
 
 
 class Opaque(Int8Tensor):
