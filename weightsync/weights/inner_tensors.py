@@ -42,7 +42,7 @@ _MAX_DESCRIPTION = 640
 
 
 class NotFlatError(Exception):
-    """A tensor that cannot be sent whole; the text says why, and follows `because`."""
+    """A tensor that cannot be sent whole; the text is a clause that says why."""
 
 
 class InnerTensors:
