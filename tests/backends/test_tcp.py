@@ -134,6 +134,9 @@ def test_a_worker_that_raises_ends_the_others_of_its_host_that_hear_of_it_by_the
         failed = fleet.send(in_rounds=True)
         assert time.monotonic() - started < ROOM_S
         assert "the hook does not want this" in str(failed[bad.name])
+        if place == 0:  # which feeds the other: that one is not to blame, if it lacks bytes
+            beside = failed.get(fleet.hosts[0][1].name)
+            assert beside is None or isinstance(beside, ws.SourceLostError)
         bad.ask("behave", {})
         send_well(fleet, 3)
         assert fleet.inits == 3

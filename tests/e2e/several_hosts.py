@@ -38,7 +38,15 @@ from tests.e2e.ranks_at_work import Gathered
 from tests.hosts.isolation import TOOL_PATH
 from tests.hosts.namespaces import BRIDGE, DEVICE, Host
 from weightsync.transports.http import HttpTransport
-from weightsync.wire.messages import FinishRequest, Reply, Request, Status, StatusRequest
+from weightsync.wire.messages import (
+    AbortRequest,
+    FinishRequest,
+    Reply,
+    Request,
+    Status,
+    StatusRequest,
+    UpdateRequest,
+)
 from weightsync.wire.problem import Problem, from_problem, to_problem
 
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
@@ -390,6 +398,25 @@ class OneAtATime(HttpTransport):
             return super().call(request, timeout_s=timeout_s)
 
 
+class InRounds(HttpTransport):
+    """Transport to the workers of one engine, which hear of an abort when all have answered."""
+
+    _all = threading.Condition()
+    _begun = 0
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        with self._all:
+            if isinstance(request, AbortRequest):
+                self._all.wait_for(lambda: not InRounds._begun, WAIT_S)
+            InRounds._begun += isinstance(request, UpdateRequest)
+        try:
+            return super().call(request, timeout_s=timeout_s)
+        finally:
+            with self._all:
+                InRounds._begun -= isinstance(request, UpdateRequest)
+                self._all.notify_all()
+
+
 class _Work:
     """The calls that a trainer's process handles; one method per call."""
 
@@ -439,6 +466,9 @@ class _Work:
 
     def connect_one_at_a_time(self, to: Sequence[str], **options: Any) -> None:
         self.sender = ws.connect(self.source, to=[OneAtATime(url) for url in to], **options)
+
+    def connect_in_rounds(self, to: Sequence[str], **options: Any) -> None:
+        self.sender = ws.connect(self.source, to=[InRounds(url) for url in to], **options)
 
     def connect_to_die(self, dies: str, first: str) -> None:
         self.model = self.twin = models.make("plain")

@@ -155,6 +155,20 @@ def test_a_killed_member_is_dropped_in_the_same_call(scene: Scene) -> None:
     check_all_hold(trainer, 3, [here, again, third])
 
 
+def test_a_member_that_raises_is_dropped_without_those_that_it_feeds(scene: Scene) -> None:
+    trainer = scene.trainer()
+    bad, beside, third = scene.receiver(B), scene.mortal(B), scene.receiver(C)
+    connect(trainer, [bad, beside, third], on_failure="drop")
+    trainer.send(seed=1)
+    bad.sabotage("load", "raise")
+    report = trainer.send(seed=2)
+    assert list(report.dropped) == [bad.url]
+    check_all_hold(trainer, 2, [beside, third])
+    trainer.do("call", "add", bad.url)
+    assert trainer.send(seed=3).dropped == {}
+    check_all_hold(trainer, 3, [bad, beside, third])
+
+
 def test_a_host_is_cut_off_in_the_middle(scene: Scene) -> None:
     trainer = scene.trainer()
     here, third = scene.receiver(A), scene.receiver(C)

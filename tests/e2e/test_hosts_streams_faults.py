@@ -244,6 +244,29 @@ def test_a_receiver_fails_at_a_step(
     crossed.check(healed.version, survivors if act == "die" else crossed.fleet)
 
 
+@pytest.mark.parametrize("step", ["open", "load"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_worker_that_fails_keeps_no_other_of_its_engine_waiting(
+    crossed: Crossed, place: int, step: Step
+) -> None:
+    """Whichever of them feeds the other, and before the first byte of any stream."""
+    crossed.connect((0, 0))
+    together(crossed.crew, "end_sender")
+    urls = [remote.url for remote in crossed.fleet]
+    given = {"timeout_s": PATIENT_S, "delta": "off"}
+    assert together(crossed.crew, "connect_in_rounds", urls, **given) == [None, None]
+    crossed.send(1)
+    crossed.fleet[place].sabotage(step, "raise")
+    crossed.begin(2, None)
+    began = time.monotonic()
+    errors = [_error(rank) for rank in crossed.crew]
+    assert time.monotonic() - began < PATIENT_S / 2
+    assert all(urls[place] in told(error) for error in errors), errors
+    assert f"sabotage of {step}" in told(errors[0])
+    crossed.send(3)
+    crossed.check(2, crossed.fleet)
+
+
 def outcome_of(rank: Trainer) -> Any:
     try:
         return rank.end(timeout_s=processes.WAIT_S)

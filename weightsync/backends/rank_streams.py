@@ -10,7 +10,7 @@ import copy
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from weightsync.errors import (
     SourceLostError,
     TransferTimeout,
     VerificationError,
+    WeightSyncError,
     shorten,
 )
 from weightsync.specs import Manifest
@@ -172,8 +173,8 @@ class RankStreamsEngine(WeightTransferEngine):
         payloads, sums = update.payloads, update.sums
         if len(payloads) != len(self._engines):
             raise ProtocolError(f"an update of {len(self._engines)} ranks needs a payload of each")
-        target = context.open_target(self._layout)
         infos = [structs.replace(update_info, payload=payload) for payload in payloads]
+        target = self._opened(infos, context)
 
         def receive(i: int, part: LoadTarget, own: LoadContext) -> Received:
             own = replace(own, open_target=lambda _: part)
@@ -203,15 +204,15 @@ class RankStreamsEngine(WeightTransferEngine):
         payloads = update_info.payload
         if not isinstance(payloads, list) or len(payloads) != len(self._engines):
             raise ProtocolError(f"a delta of {len(self._engines)} ranks needs packets of each")
-        assert self._layout is not None
-        target = context.open_target(self._layout)
-        if not isinstance(target, StreamDeltas):
-            raise ProtocolError("this receiver takes no deltas of several ranks")
         packets = [decode_payload(payload, StreamPackets) for payload in payloads]
         infos = [
             structs.replace(update_info, manifest=each.manifest, payload=each.payload)
             for each in packets
         ]
+        assert self._layout is not None
+        target = self._opened(infos, context)
+        if not isinstance(target, StreamDeltas):
+            raise ProtocolError("this receiver takes no deltas of several ranks")
         received = self._in_turns(infos, target.parts, context)
         return Received(
             self._layout.manifest,
@@ -222,6 +223,21 @@ class RankStreamsEngine(WeightTransferEngine):
                 for stream, part in zip(self._streams, target.parts, strict=True)
             },
         )
+
+    def _opened(self, infos: Sequence[RegisteredUpdate], context: LoadContext) -> LoadTarget:
+        """Return the load target of the model. Where it cannot be opened, leave all streams."""
+        assert self._layout is not None
+        try:
+            return context.open_target(self._layout)
+        except BaseException:
+            # Other receivers of this host would wait for this one, or for what it feeds them with.
+            for engine, info in zip(self._engines, infos, strict=True):
+                with (
+                    suppress(WeightSyncError),
+                    closing(engine.receive_in_steps(info, context)) as s,
+                ):
+                    next(s)
+            raise
 
     def receive_in_steps(self, update_info: RegisteredUpdate, context: LoadContext) -> Steps:
         """Load the one stream step by step; several are stepped through here."""

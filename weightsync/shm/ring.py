@@ -386,7 +386,7 @@ class RingReader:
 
     def leave(self, chunks: int) -> None:
         """Release all `chunks`, whether they were read or not: nobody waits for this reader."""
-        if self._control.epoch == self._epoch:
+        if self._control.epoch <= self._epoch:
             self._control.release(self._reader, self._base + chunks)
 
     def check_current(self, chunk: int) -> None:

@@ -27,6 +27,7 @@ from weightsync.cuda.wait import wait_for_all_streams
 from weightsync.errors import (
     ProtocolError,
     SegmentError,
+    SourceLostError,
     TransferError,
     VerificationError,
     shorten,
@@ -413,14 +414,22 @@ class IncomingTransfer:
 
     def run(self) -> Steps:
         """Load the tensors, compare the fingerprints, and return the result."""
-        self._await_epoch()
         try:
+            yield  # from here on this reader leaves the ring, whatever ends this
+            self._await_epoch()
             return (yield from self._load())
-        except BaseException:
+        except BaseException as exc:
             # The ring's other readers would wait: of a failure they may hear only when they end.
             if self._ring_update.packed:
                 self._reader.leave(len(self._layout.chunks))
+            if self._opened.relayed and self._is_over and type(exc) is TransferError:
+                raise SourceLostError(str(exc)) from exc  # another reader is to blame, perhaps
             raise
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the writer of the ring has ended this update."""
+        return self._control.epoch > self._ring_update.epoch
 
     def _load(self) -> Steps:
         load_target = self._context.open_target(self._layout)
@@ -837,7 +846,7 @@ class IncomingTransfer:
         now = time.monotonic()
         if now - self._checked_at > _LIVENESS_INTERVAL_S:
             self._checked_at = now
-            if self._control.epoch > self._ring_update.epoch:
+            if self._is_over:
                 by = "sender, or the relay of this host," if self._opened.relayed else "sender"
                 raise TransferError(f"the {by} has ended this update")
             if not self._control.segment.owner_alive():
