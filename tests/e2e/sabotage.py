@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import weightsync as ws
 
-Step = Literal["init", "start", "open", "load", "finish"]
+Step = Literal["init", "start", "base", "open", "load", "finish"]
 Act = Literal["raise", "die", "lose"]
 LOOKS_BEFORE = 1
 
 
 def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
-    """Make the next `step` fail: `open` where there is no memory for the update, `load` before any
-    byte, `finish` after the swap.
+    """Make the next `step` fail: `base` where the weights in use are looked at for a delta, `open`
+    where there is no memory for the update, `load` before any byte, `finish` after the swap.
 
     With `lose` as where no host has the bytes of the update any more.
     """
@@ -24,6 +24,7 @@ def arm(receiver: ws.WeightReceiver, step: Step, act: Act) -> None:
     owner, name = {
         "init": (session, "init"),
         "start": (session, "_start"),
+        "base": (session.load_targets, "of_delta"),
         "open": (session, "_load_target"),
         "load": (session, "_check_not_aborted"),
         "finish": (session, "_clear_cache"),

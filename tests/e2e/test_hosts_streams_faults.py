@@ -244,7 +244,7 @@ def test_a_receiver_fails_at_a_step(
     crossed.check(healed.version, survivors if act == "die" else crossed.fleet)
 
 
-@pytest.mark.parametrize("step", ["open", "load"])
+@pytest.mark.parametrize("step", ["base", "open", "load"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_worker_that_fails_keeps_no_other_of_its_engine_waiting(
     crossed: Crossed, place: int, step: Step
@@ -253,7 +253,7 @@ def test_a_worker_that_fails_keeps_no_other_of_its_engine_waiting(
     crossed.connect((0, 0))
     together(crossed.crew, "end_sender")
     urls = [remote.url for remote in crossed.fleet]
-    given = {"timeout_s": PATIENT_S, "delta": "off"}
+    given = {"timeout_s": PATIENT_S, "delta": "always" if step == "base" else "off"}
     assert together(crossed.crew, "connect_in_rounds", urls, **given) == [None, None]
     crossed.send(1)
     crossed.fleet[place].sabotage(step, "raise")

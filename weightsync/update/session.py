@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +31,7 @@ from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.specs import Manifest
 from weightsync.update.gate import OnCommit, OnHold, OnRelease, ReadWriteGate
 from weightsync.update.history import UpdateTable
-from weightsync.update.incoming import IncomingUpdate, LoadTargets
+from weightsync.update.incoming import Base, IncomingUpdate, LoadTargets
 from weightsync.update.lifecycle import (
     ApplyChoice,
     State,
@@ -822,24 +822,13 @@ class ReceiverSession:
         Raises DeltaError where these are not the weights that it builds on: others by their id, or
         by their fingerprint, since the id is the sender's word alone.
         """
-        offered, lifecycle = self.senders.manifest(info.sender), self.lifecycle
-        announced = None if lifecycle.torn_by else terms.bases.get(lifecycle.weights_id)
-        if offered is None or announced is None or incoming.manifests:
-            held = lifecycle.weights_id or "none of a sender"
-            raise DeltaError(
-                f"this receiver holds the weights {held}{' (TORN)' if lifecycle.torn_by else ''}, "
-                f"and the delta builds on {', '.join(terms.bases) or 'none'}; send the whole model"
-            )
-        base = self.load_targets.of_delta(offered.digest, self.senders.get(info.sender))
-        if base.fingerprint != announced:
-            self.load_targets.discarded()
-            own = base.fingerprint or "an unknown fingerprint"
-            raise DeltaError(
-                f"the weights {lifecycle.weights_id} have {own} here, and {announced} for the "
-                "sender: they are not the same; send the whole model"
-            )
-        delta = base.delta()
         context = self._load_context(incoming)
+        try:
+            base = self._base_of(incoming, info.sender, terms)
+        except Exception as exc:
+            self._refuse(info, context, exc)
+            raise
+        delta = base.delta()
         context = replace(context, open_target=lambda _: incoming.use(delta, base.layout))
         engine = self.senders.start_update(info.sender)
         try:
@@ -850,13 +839,46 @@ class ReceiverSession:
             raise
         streams = engine.streams_in(base.memory.memory) if base.streams else None
         return Received(
-            offered,
+            base.layout.manifest,
             list(results),
             self.sink.verification,
             stream_totals=None if streams is None else (streams.digest, results),
             waited_s=received.waited_s,
             sources=received.sources,
         )
+
+    def _refuse(self, info: RegisteredUpdate, context: LoadContext, why: Exception) -> None:
+        """Have the engine give up an update: other receivers may wait for bytes that it passes on.
+
+        They may hear of the failure only when they have answered, too.
+        """
+
+        def refuse(_: StreamLayout) -> LoadTarget:
+            raise why
+
+        with suppress(Exception):  # `why`, and the caller raises it
+            engine = self.senders.start_update(info.sender)
+            engine.receive_weights(info, replace(context, open_target=refuse))
+
+    def _base_of(self, incoming: IncomingUpdate, sender: str, terms: DeltaTerms) -> Base:
+        """Return the weights in use, if the delta builds on them. Raises DeltaError."""
+        offered, lifecycle = self.senders.manifest(sender), self.lifecycle
+        announced = None if lifecycle.torn_by else terms.bases.get(lifecycle.weights_id)
+        if offered is None or announced is None or incoming.manifests:
+            held = lifecycle.weights_id or "none of a sender"
+            raise DeltaError(
+                f"this receiver holds the weights {held}{' (TORN)' if lifecycle.torn_by else ''}, "
+                f"and the delta builds on {', '.join(terms.bases) or 'none'}; send the whole model"
+            )
+        base = self.load_targets.of_delta(offered.digest, self.senders.get(sender))
+        if base.fingerprint != announced:
+            self.load_targets.discarded()
+            own = base.fingerprint or "an unknown fingerprint"
+            raise DeltaError(
+                f"the weights {lifecycle.weights_id} have {own} here, and {announced} for the "
+                "sender: they are not the same; send the whole model"
+            )
+        return base
 
     def _load_context(self, incoming: IncomingUpdate) -> LoadContext:
         def open_target(layout: StreamLayout) -> LoadTarget:
