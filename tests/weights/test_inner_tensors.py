@@ -24,6 +24,8 @@ from weightsync.integrations.sglang.sink import FilesSink
 from weightsync.specs import Manifest, TensorSpec, compare, described_name
 from weightsync.tensors import contiguous_bytes
 from weightsync.weights.inner_tensors import InnerTensors, NotFlatError
+from weightsync.weights.sources.base import IterableSource
+from weightsync.weights.sources.cast import CastSource
 
 pytestmark = [
     pytest.mark.usefixtures("shm_clean"),
@@ -428,6 +430,89 @@ def test_a_part_of_what_is_inside_is_refused(whole: bool) -> None:
                     ):
                         update.send(part)
                     assert_kept(server, before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torchao, nf4"])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_a_delta_does_not_build_on_what_was_written_through_a_parameter(
+    kind: str, apply: Any
+) -> None:
+    """Torch counts such a write (`copy_`) on the parameter, and on nothing inside of it."""
+    pytest.importorskip("numba")
+    trainer, server = model_of(kind, 0), model_of(kind, 9)
+    with (
+        closing(ws.WeightReceiver(server, apply=apply)) as receiver,
+        ws.connect(trainer, to=receiver.handle, delta="always", scrub=0) as sender,
+    ):
+        for step in range(3):
+            sender.send_weights()
+            assert sender.send_weights().delta is not None
+            with torch.no_grad():
+                changed = server[1].weight.detach().clone()
+                # One line of many: a line of each tensor is looked at before a delta.
+                max(InnerTensors(changed).parts.values(), key=torch.numel).view(-1)[2000 + step] = 3
+                server[1].weight.copy_(changed)
+                trainer[1].bias += 1
+            assert len(differ(server, trainer)) == 2
+            sender.send_weights()
+            assert_same(server, trainer)
+
+
+@pytest.mark.parametrize("way", ["module", "pairs", "cast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_through_a_parameter_while_it_is_sent_fails_the_update(kind: str, way: str) -> None:
+    trainer, server, other = model_of(kind, 0), model_of(kind, 1), model_of(kind, 2)
+    writes = False
+    receiver = ws.WeightReceiver(server)
+
+    def handle(message: Any, **given: Any) -> Any:
+        nonlocal writes
+        if writes:
+            writes = False
+            with torch.no_grad():
+                trainer[1].weight.copy_(other[1].weight)
+        return receiver.handle(message, **given)
+
+    source = trainer if way != "cast" else CastSource(ws.ModuleSource(trainer), {})
+    with closing(receiver), ws.connect(source, to=handle) as sender:
+        sender.send_weights()
+        before = copy_of(server)
+
+        def send() -> None:
+            nonlocal writes
+            if way != "pairs":
+                writes = True
+                sender.send_weights()
+                return
+            with sender.update() as update:
+                writes = True  # from its start on
+                update.send(trainer.named_parameters())
+
+        with pytest.raises(ws.VerificationError, match=r"1\.weight"):
+            send()
+        assert_kept(server, before)
+        sender.send_weights()
+        assert_same(server, trainer)
+
+
+@pytest.mark.parametrize("kind", ["generator", "callable"])
+def test_a_write_through_a_parameter_that_was_yielded_is_found(kind: str) -> None:
+    trainer: Any = model_of("contract, nested", 0)
+    source = IterableSource(SOURCES[kind](trainer))
+    # A state dict has other wrappers, which share the count of the parameter alone.
+    inner = [trainer[0].weight.qdata] if kind == "generator" else []
+    for wrapper in (trainer[0].weight, *inner):
+        for at in range(4):
+            pairs = source.shards()
+            for _ in range(at + 1):
+                next(pairs)
+            with torch.no_grad():
+                wrapper.copy_(wrapper.clone())
+            assert len(list(pairs)) == 8 - at
+            assert source.changed
+            source.changed = []
+            assert len(list(source.shards())) == 9
+            assert not source.changed
 
 
 def test_a_part_of_the_model_is_sent_by_its_parameters() -> None:

@@ -630,20 +630,23 @@ class SourceOfUpdate:
         for _ in self.tensors():
             check()
 
-    def watch(self, pairs: Sequence[Pair] | None, *, reads: bool) -> None:
+    def watch(
+        self, pairs: Sequence[Pair] | None, *, reads: bool, counting: Sequence[Pair] = ()
+    ) -> None:
         """Begin to detect changes of the memory from which this rank's tensors are read.
 
-        `pairs` are sent instead of the source's tensors. `reads` is False where no engine of this
-        rank reads the source.
+        `pairs` are sent instead of the source's tensors, and torch may count writes to them on the
+        `counting` ones. `reads` is False where no engine of this rank reads the source.
         """
         given = self._given
         forget_changes(given)
         if pairs is not None:
-            self._watch.begin([name for name, _ in pairs], [tensor for _, tensor in pairs])
+            names, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
+            self._watch.begin(names, tensors, counting)
         elif reads or self.is_made:
             stable = None if self.is_made else self.stable_tensors()
             if (watched := self._watched(stable)) is not None:
-                self._watch.begin(*watched, SourceMemory(given).dtensors())
+                self._watch.begin(*watched, SourceMemory(given).counting())
             if stable is not None:
                 self._check_watched()
 

@@ -20,7 +20,7 @@ from weightsync.tensors import TORCH_DTYPES
 from weightsync.weights.copying.rank_streams import RankStream, cut_box, index_in, wants_of
 from weightsync.weights.copying.reshard import ReshardPlan, place_whole, plan_reshard
 from weightsync.weights.copying.shards import Slice, gather, is_sharded
-from weightsync.weights.sources.base import BaseTensors, SourceExtras, WeightSource
+from weightsync.weights.sources.base import BaseTensors, SourceExtras, SourceMemory, WeightSource
 from weightsync.weights.sources.exchange import (
     RankHoldings,
     decode_holdings,
@@ -336,11 +336,15 @@ class StreamSource:
             return SourceExtras(self._source).made_of()
         return self._names, self._read()
 
-    def dtensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the DTensors whose local tensors are sent; none of a source that makes others."""
+    def counting(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the DTensors whose local tensors are sent; none of a source that makes others.
+
+        And what the source counts writes on.
+        """
         found = SourceExtras(self._source).made_of() if self._holdings.stays else None
         pairs = zip(*found, strict=True) if found is not None else ()
-        return [(n, t) for n, t in pairs if is_sharded(t) and n not in self._gathered]
+        dtensors = [(n, t) for n, t in pairs if is_sharded(t) and n not in self._gathered]
+        return [*dtensors, *SourceMemory(self._source).counting()]
 
     def buffers(self) -> Sequence[torch.Tensor]:
         """Return tensors that use the memory of the boxes, and follow when it is moved."""

@@ -271,6 +271,7 @@ class PairsUpdate(UpdateSource):
         self._ranks = ranks
         self._replicas = replicas
         self._pairs: list[Pair] = []
+        self._counting: list[Pair] = []
 
     @property
     def manifest(self) -> Manifest | None:
@@ -281,7 +282,9 @@ class PairsUpdate(UpdateSource):
         """Take this rank's tensors, not gathered. Raises where the ranks differ."""
         self._replicas.begin()
         with step():
-            self._pairs = list(checked_pairs(self._given, expansion=Expansion()))
+            expansion = Expansion()
+            self._pairs = list(checked_pairs(self._given, expansion=expansion))
+            self._counting = [(n, t) for n, found in expansion.wrappers.items() for t in found]
             for name, tensor in self._pairs:
                 check_readable(name, tensor)
             _check_together([name for name, _ in self._pairs], self._model.belong_together)
@@ -296,7 +299,7 @@ class PairsUpdate(UpdateSource):
 
     def open(self) -> WeightSource:
         """Watch these tensors, and return them gathered."""
-        self._model.watch(self._pairs, reads=self.is_read)
+        self._model.watch(self._pairs, reads=self.is_read, counting=self._counting)
         # All ranks gather before one looks: that may raise, and a rank has a shard alone.
         gathered = [(name, gather(tensor)) for name, tensor in self._pairs]
         if self.is_read:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
+from weightsync.look import version_of
 from weightsync.specs import described_name
 from weightsync.tensors import PLAIN_CLASSES
 
@@ -49,18 +51,31 @@ class InnerTensors:
     """The plain tensors inside of one tensor of torchao, at any depth, and its description.
 
     `parts` has each by its name below the parameter's, as `qdata`. `marker` is the `uint8[0]` that
-    is sent under the description. Raises NotFlatError where it cannot be sent whole.
+    is sent under the description. `wrappers` are the tensor, and those of torchao inside of it: of
+    a write to one (`copy_`) torch counts nothing in the tensors that it is carried out on. Raises
+    NotFlatError where it cannot be sent whole.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.description, self.parts = _flatten(tensor)
+        self.wrappers = list(_wrappers(tensor))
+        self._counts = list(map(version_of, self.wrappers))
         self._look: _Look | None = None
         device = next(iter(self.parts.values())).device
         self.marker = torch.empty(0, dtype=torch.uint8, device=device)
 
     def is_current(self) -> bool:
-        """Whether the tensor still has this description, and these very tensors inside."""
+        """Whether the tensor still has this description, and these very tensors inside.
+
+        Writes to a wrapper since the last call are counted in the tensors inside from now on.
+        """
+        counts = list(map(version_of, self.wrappers))
+        if counts != self._counts:
+            self._counts = counts
+            for part in self.parts.values():
+                if not part.is_inference():
+                    increment_version(part)
         try:
             if self._look is not None and self._look.is_same(self._tensor):
                 return True
@@ -134,11 +149,19 @@ class Expansion:
     `owners` has the parameter of each name that was made. Wrappers around the same memory, as a
     state dict has for tied parameters, get one marker, so that they are found to be tied. One
     object is for one iteration over the tensors, since memory is used again.
+
+    `wrappers` has those of the parameters; unless it `keeps` them, of the last one.
     """
 
-    def __init__(self, owners: dict[str, str] | None = None) -> None:
+    def __init__(self, owners: dict[str, str] | None = None, *, keeps: bool = True) -> None:
         self.owners: dict[str, str] = {} if owners is None else owners
+        self.wrappers: dict[str, list[torch.Tensor]] = {}
+        self._keeps = keeps
         self._markers: dict[Hashable, torch.Tensor] = {}
+
+    def wrappers_of(self, name: str) -> list[torch.Tensor]:
+        """Return the tensors on which torch counts writes to the inner tensor of this name."""
+        return self.wrappers.get(self.owners.get(name, ""), [])
 
     def of(
         self, name: str, tensor: torch.Tensor, key: Callable[[torch.Tensor], object]
@@ -147,6 +170,8 @@ class Expansion:
 
         `key` returns equal objects for tied tensors.
         """
+        if not self._keeps:
+            self.wrappers.clear()
         if not is_of_torchao(tensor):
             return None
         try:
@@ -156,6 +181,7 @@ class Expansion:
         same = (found.description, *(key(part) for part in found.parts.values()))
         found.marker = self._markers.setdefault(same, found.marker)
         self.owners.update((inner, name) for inner, _ in found.named(name))
+        self.wrappers[name] = found.wrappers
         return found
 
 
@@ -226,6 +252,14 @@ def _flatten(tensor: Any) -> tuple[str, dict[str, torch.Tensor]]:
             layout = f"{value.layout} " if isinstance(value, torch.Tensor) else ""
             raise NotFlatError(f"its {key} is a {layout}{type(value).__name__}")
     return _shortened("; ".join(entries)), parts
+
+
+def _wrappers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor of torchao, and those inside of it, at any depth."""
+    yield tensor
+    for part in _taken_apart(tensor)[0].values():
+        if is_of_torchao(part):
+            yield from _wrappers(part)
 
 
 def _taken_apart(tensor: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:

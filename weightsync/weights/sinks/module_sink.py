@@ -148,6 +148,12 @@ class ModuleTensors:
         self._walk()
 
     @property
+    def wrappers(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of torchao, of which inner ones were found, with the names of parameters."""
+        listed = self._expansion.wrappers.items()
+        return [(name, wrapper) for name, wrappers in listed for wrapper in wrappers]
+
+    @property
     def inner(self) -> Container[str]:
         """The names of inner tensors, and of their descriptions."""
         return self._expansion.owners
@@ -442,7 +448,8 @@ class ModuleSink(WeightSink):
 
     def _counted(self) -> list[torch.Tensor]:
         """Return the tensors on which torch counts writes to those of the module."""
-        return [*self._held, *map(local_of, self._tied())]
+        wrappers = [wrapper for _, wrapper in self._found.wrappers]
+        return [*self._held, *map(local_of, self._tied()), *wrappers]
 
     def _tied(self) -> Iterator[torch.Tensor]:
         return chain.from_iterable(self._found.tied.values())

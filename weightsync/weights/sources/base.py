@@ -118,8 +118,8 @@ class SourceWatch:
     ) -> None:
         """Record the state of `tensors`, and keep them alive until `end`.
 
-        `whole` are DTensors of which these are local tensors, or parts of some: torch counts a
-        write to a DTensor there alone.
+        `whole` are DTensors of which these are local tensors, or parts of some, and tensors of
+        torchao of which these are inner ones: torch counts a write to such a tensor there alone.
         """
         self.end()
         self._window = StepWindow()
@@ -206,15 +206,22 @@ class YieldWatch:
         self._last: list[tuple[str, torch.Tensor, int, int]] = []
         self._before: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         self._changed: dict[str, None] = {}
+        self._counting: Sequence[torch.Tensor] = ()
 
-    def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Record a tensor that the callable yielded; changes until now were its own."""
-        for key, find in self._before:
-            last = find()
-            if last is not None:
-                self._noted[key] = self._noted[key][0], find, version_of(last)
-        self._before.clear()
-        for part in _parts(tensor):
+    def note(self, name: str, tensor: torch.Tensor, counting: Sequence[torch.Tensor] = ()) -> None:
+        """Record a tensor that the callable yielded; changes until now were its own.
+
+        Writes to it may be counted on the `counting` ones: the same list for tensors that the
+        callable yielded as one, between which it has changed nothing.
+        """
+        if not counting or counting is not self._counting:
+            for key, find in self._before:
+                last = find()
+                if last is not None:
+                    self._noted[key] = self._noted[key][0], find, version_of(last)
+            self._before.clear()
+        self._counting = counting
+        for part in (*_parts(tensor), *counting):
             version = version_of(part)
             self._last.append((name, part, version, address_of(part)))
             find = weakref.ref(part if part._base is None else part._base)
@@ -239,6 +246,7 @@ class YieldWatch:
                 self._changed[name] = None
         self._noted.clear()
         self._before.clear()
+        self._counting = ()
         return list(self._changed)
 
 
@@ -351,10 +359,13 @@ class SourceMemory:
         if note is not None:
             note()
 
-    def dtensors(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return the DTensors whose local tensors are sent, with their names."""
+    def counting(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Return further tensors on which torch counts writes to those that are sent, with names.
+
+        DTensors whose local tensors are sent, and tensors of torchao whose inner ones are.
+        """
         found: Callable[[], Sequence[tuple[str, torch.Tensor]]]
-        found = getattr(self._source, "dtensors", tuple)
+        found = getattr(self._source, "counting", tuple)
         return found()
 
 
@@ -510,6 +521,10 @@ class ModuleSource:
         self._look_again()
         return self._names, self._tensors
 
+    def counting(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors of torchao, whose inner ones are sent, with the parameters' names."""
+        return self._found.wrappers
+
     def holdings(self) -> Holdings | None:
         """Return the shards of this rank, and the tensors that each rank holds whole.
 
@@ -653,9 +668,11 @@ class IterableSource:
         watch = YieldWatch()
         last = len(self._manifest.specs) - 1
         try:
-            for i, (name, tensor) in enumerate(self._pairs(self._factory())):
+            given = self._factory()
+            expansion = self._expansion(keeps=isinstance(given, Mapping))
+            for i, (name, tensor) in enumerate(self._pairs(given, expansion)):
                 sent = self._rename(name)
-                watch.note(sent, tensor)
+                watch.note(sent, tensor, expansion.wrappers_of(name) if expansion else ())
                 yield sent, tensor
                 watch.read()
                 if i == last:  # changes at the end of the callable come after the last read
@@ -712,21 +729,25 @@ class IterableSource:
         """Return None: the tensors may be new ones every time."""
         return None
 
-    def _expansion(self) -> Expansion | None:
+    def _expansion(self, *, keeps: bool = True) -> Expansion | None:
         """Return what replaces tensors of torchao in one iteration; None: they are refused."""
-        return Expansion(self._owners)
+        return Expansion(self._owners, keeps=keeps)
 
-    def _pairs(self, given: NamedTensors | Mapping[str, torch.Tensor]) -> NamedTensors:
+    def _pairs(
+        self,
+        given: NamedTensors | Mapping[str, torch.Tensor],
+        expansion: Expansion | None = None,
+    ) -> NamedTensors:
         if not isinstance(given, Mapping):
             return checked_pairs(
                 given,
                 self._dtype,
                 at_once=True,
                 or_meta=self._yields_meta,
-                expansion=self._expansion(),
+                expansion=expansion,
             )
         # All of them alive, or memory that is used again looks tied.
-        pairs = list(checked_pairs(given.items(), self._dtype, expansion=self._expansion()))
+        pairs = list(checked_pairs(given.items(), self._dtype, expansion=expansion))
         aliases = find_ties(pairs)
         if self._aliases is not None and aliases != self._aliases:
             changed = sorted(aliases.items() ^ self._aliases.items())
@@ -786,7 +807,7 @@ class SplitSource(IterableSource):
                 places.note(name, tensor)
         return places
 
-    def _expansion(self) -> None:
+    def _expansion(self, *, keeps: bool = True) -> None:
         """None: `whole` names tensors as they are."""
         return
 

@@ -17,6 +17,7 @@ from weightsync.weights.sources.base import (
     DeclaredSource,
     IterableSource,
     SourceExtras,
+    SourceMemory,
     WeightSource,
     as_source,
     checked,
@@ -106,6 +107,10 @@ class WrappingSource(ABC):
         if stable is None:
             return [], []
         return [spec.name for spec in self.source.manifest.specs], stable
+
+    def counting(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Return the tensors of `source` on which torch counts writes to others of its tensors."""
+        return SourceMemory(self.source).counting()
 
     @final
     def holdings(self) -> Holdings | None:
