@@ -460,6 +460,17 @@ class TestWholeAgain:
                 kept.share_memory_()  # type: ignore[no-untyped-call]  # torch's
                 change(trainer, step + 100)
 
+    def test_weights_in_use_that_are_shared(self) -> None:
+        """torch moves the memory that the next delta is made from."""
+        trainer, server = Model(), Model(1)
+        with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:
+            for step in range(8):
+                sender.send_weights()
+                assert equal(trainer, server)
+                if step in (3, 5):
+                    server.p3.detach().share_memory_()  # type: ignore[no-untyped-call]  # torch's
+                change(trainer, step)
+
     def test_views_of_older_weights_change_in_updates_only(self) -> None:
         trainer, server = Model(), Model(1)
         with ws.connect(trainer, to=ws.WeightReceiver(server), delta="always") as sender:

@@ -73,9 +73,9 @@ def test_each_side_looks_once_and_twice_where_weights_in_use_are_written(
     looks: list[object] = []
     look = ModuleTensors.refresh
 
-    def counted(found: ModuleTensors) -> bool:
+    def counted(found: ModuleTensors, **terms: bool) -> bool:
         looks.append(found.module)
-        return look(found)
+        return look(found, **terms)
 
     monkeypatch.setattr(ModuleTensors, "refresh", counted)
     for value in (3, 4, 5):
@@ -349,9 +349,9 @@ def test_what_a_user_kept_costs_nothing_once_it_is_elsewhere(
     def count(owner: Any, name: str) -> None:
         call = getattr(owner, name)
 
-        def counted(of: Any) -> Any:
+        def counted(of: Any, **terms: bool) -> Any:
             seen[name] += getattr(of, "module", pair.served) is pair.served
-            return call(of)
+            return call(of, **terms)
 
         monkeypatch.setattr(owner, name, counted)
 

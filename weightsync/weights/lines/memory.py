@@ -11,7 +11,6 @@ Triton adds up the words of lines, and torch does the rest.
 from __future__ import annotations
 
 import logging
-import operator
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import BackendUnavailableError, install_hint
+from weightsync.look import KnownForms
 from weightsync.specs import Manifest, TensorSpec
 from weightsync.tensors import PLAIN_CLASSES, TORCH_DTYPES, as_bytes, contiguous_bytes, is_plain
 from weightsync.weights.copying.checksums import MASK
@@ -310,10 +310,6 @@ class _Span:
             yield _Span(_padded(self.flat[filled:]), self.first + filled // LINE)
 
 
-_DTYPE = operator.attrgetter("dtype")
-_IS_CONTIGUOUS = torch.Tensor.is_contiguous
-
-
 def _places(spans: Sequence[_Span]) -> Words:
     """Return spans in host memory as the compiled loops want them."""
     places = [(span.flat.data_ptr(), span.flat.numel(), span.first) for span in spans]
@@ -325,20 +321,23 @@ class KnownSpans:
 
     def __init__(self, layout: StreamLayout) -> None:
         self._layout = layout
-        self._known: tuple[list[object], Words] | None = None
+        self._forms = KnownForms()
+        self._known: tuple[list[int], Words] | None = None
 
     def find(self, tensors: Sequence[torch.Tensor]) -> Words | None:
         """Return the spans of all tensors, None unless their own memory is what is sent."""
-        state: list[object] = [*map(torch.Tensor.data_ptr, tensors), *map(_IS_CONTIGUOUS, tensors)]
-        state += map(_DTYPE, tensors)
-        if self._known is not None and self._known[0] == state:
+        look = self._forms.look(tensors, versions=False)
+        if self._known is not None and look.known and look.addresses == self._known[0]:
             return self._known[1]
+        self._known = None
         for tensor, spec in zip(tensors, self._layout.manifest.specs, strict=True):
-            if tensor.device != _HOST or not is_plain(tensor, spec):
+            whole = tensor.device == _HOST and _is_sampled(tensor, spec)
+            if not whole or tensor.dtype is not TORCH_DTYPES[spec.dtype]:
                 return None
         filled = zip(tensors, self._layout.offsets, strict=True)
         places = _places([_Span(as_bytes(t), at // LINE) for t, at in filled if t.numel()])
-        self._known = state, places
+        self._forms.note(tensors)
+        self._known = look.addresses, places
         return places
 
 
@@ -367,7 +366,7 @@ class LineSample:
         An update may look more than once before it sends, or fail.
         """
         spans = self._known.find(tensors)
-        if not all(map(_is_sampled, tensors, self._layout.manifest.specs)):
+        if spans is None and not all(map(_is_sampled, tensors, self._layout.manifest.specs)):
             return None
         if spans is not None:
             room = int(sum(spans[:, 1]) // (512 * self._step) + len(spans) + 1) * 8
@@ -640,6 +639,7 @@ class LineMemory:
     """
 
     proves_base = True
+    is_flat = False
 
     def __init__(self, layout: StreamLayout, memory: Memory) -> None:
         if memory.shares is not None:

@@ -78,6 +78,9 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsd
 """Parts of parameter names that DDP, DeepSpeed, torch.compile, activation checkpointing and FSDP1
 insert."""
 
+_BLOCK = 128
+"""Modules that are asked together."""
+_COMPILED = operator.attrgetter("_compiled_call_impl")
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
 P = ParamSpec("P")
 S = TypeVar("S", bound="ModuleSink")
@@ -126,12 +129,14 @@ class ModuleTensors:
     The module is walked once, and again only where `refresh` finds a change: a walk over 37,000
     parameters takes longer than a copy. `tied[i]` are further tensor objects over the memory of
     `tensors[i]`. `aliases` maps a tied name to the name of its tensor. `modules` are all
-    submodules; `wrapped` says that torch.compile wraps one. With `wants` only the tensors of which
-    it takes the module's own name are found.
+    submodules; `compiled` says that torch.compile was called with one. With `wants` only the
+    tensors of which it takes the module's own name are found.
 
     With `opens`, tensors of torchao are found as their inner tensors, where these can be sent:
     `inner` has the names of all that were made of them.
     """
+
+    compiled: bool
 
     def __init__(
         self,
@@ -158,16 +163,15 @@ class ModuleTensors:
         """The names of inner tensors, and of their descriptions."""
         return self._expansion.owners
 
-    def refresh(self) -> bool:
-        """Return True when the module changed since the last call; all attributes are then new."""
-        tables = chain.from_iterable(map(_TABLES, self.modules))
-        same = all(map(operator.is_, tables, self._all_tables)) and (
-            list(map(len, self._all_tables)) == self._sizes
-        )
-        same = same and (
-            all(map(operator.is_, self._found(), self._held))
-            or all(map(_holds, self._found(), self._held))
-        )
+    def refresh(self, *, notes_compiled: bool = False) -> bool:
+        """Return True when the module changed since the last call; all attributes are then new.
+
+        `compiled` is as it was without `notes_compiled`, if nothing else changed.
+        """
+        same = True
+        for block in self._blocks:
+            same = same and block.is_same()
+            self.compiled = self.compiled or (notes_compiled and block.is_compiled())
         same = same and all(
             other.data_ptr() == self.tensors[i].data_ptr()
             for i, others in self.tied.items()
@@ -182,20 +186,14 @@ class ModuleTensors:
             self.__dict__.update(vars(found))
         return not same
 
-    def _found(self) -> Iterator[object]:
-        """Yield what is now in each place, without a loop in Python."""
-        return map(dict.get, self._tables, self._keys)
-
     def _walk(self) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.tied: dict[int, list[torch.Tensor]] = {}
         self.aliases: dict[str, str] = {}
-        self._tables: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._held: list[torch.Tensor | nn.Module | None] = []
+        self._blocks: list[_Places] = []
         self.modules: list[nn.Module] = []
-        self.wrapped = False
+        self.compiled = False
         self._expansion = Expansion()
         self._opened: list[InnerTensors] = []
         first: dict[object, int] = {}
@@ -213,8 +211,6 @@ class ModuleTensors:
                     elif name != self.names[known]:
                         self.aliases[name] = self.names[known]
                         self._note_tied(known, tensor)
-        self._all_tables = list(chain.from_iterable(map(_TABLES, self.modules)))
-        self._sizes = list(map(len, self._all_tables))
 
     def _parts_of(self, name: str, held: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         """Return what is sent of a parameter: itself, or its inner tensors."""
@@ -231,17 +227,13 @@ class ModuleTensors:
             self.tied.setdefault(index, []).append(tensor)
 
     def _note_module(self, module: nn.Module) -> None:
+        if not len(self.modules) % _BLOCK:
+            self._blocks.append(_Places())
+        self._blocks[-1].add(module)
         self.modules.append(module)
-        self.wrapped = self.wrapped or "_orig_mod" in module._modules
+        self.compiled = self.compiled or "_orig_mod" in module._modules or bool(_COMPILED(module))
         for key, child in module._modules.items():
-            self._note_place(module._modules, key, child)
-
-    def _note_place(
-        self, table: dict[str, Any], key: str, held: torch.Tensor | nn.Module | None
-    ) -> None:
-        self._tables.append(table)
-        self._keys.append(key)
-        self._held.append(held)
+            self._blocks[-1].note(module._modules, key, child)
 
     def _own_tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         transient = module._non_persistent_buffers_set
@@ -253,9 +245,54 @@ class ModuleTensors:
             for key, tensor in table.items():
                 if table is module._buffers and key in transient:
                     continue
-                self._note_place(table, key, tensor)
+                self._blocks[-1].note(table, key, tensor)
                 if tensor is not None:
                     yield key, tensor
+
+
+class _Places:
+    """Some modules, and what is in each place of their tables.
+
+    So few that what one question brings into the caches is there for the next one: in a model of
+    thousands of modules each is a few cache lines here and there.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._all_tables: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._tables: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[torch.Tensor | nn.Module | None] = []
+
+    def add(self, module: nn.Module) -> None:
+        """Add a module, whose places are noted next."""
+        tables = _TABLES(module)
+        self._modules.append(module)
+        self._all_tables += tables
+        self._sizes += map(len, tables)
+
+    def note(self, table: dict[str, Any], key: str, held: torch.Tensor | nn.Module | None) -> None:
+        """Note what is in one place of a module that was added."""
+        self._tables.append(table)
+        self._keys.append(key)
+        self._held.append(held)
+
+    def is_same(self) -> bool:
+        """Whether the modules have the same tables, with the same in them. No loop in Python."""
+        tables = chain.from_iterable(map(_TABLES, self._modules))
+        same = all(map(operator.is_, tables, self._all_tables))
+        return (same and list(map(len, self._all_tables)) == self._sizes) and (
+            all(map(operator.is_, self._found(), self._held))
+            or all(map(_holds, self._found(), self._held))
+        )
+
+    def is_compiled(self) -> bool:
+        """Whether the `compile` of any of the modules was called."""
+        return any(map(_COMPILED, self._modules))
+
+    def _found(self) -> Iterator[object]:
+        return map(dict.get, self._tables, self._keys)
 
 
 def _holds(found: Any, held: torch.Tensor | nn.Module | None) -> bool:
@@ -293,8 +330,6 @@ def identity(tensor: torch.Tensor) -> object:
 
 Swap = Literal["auto", "pointer", "copy"]
 """How a commit puts staged weights to use; see ModuleSink."""
-
-_COMPILED = operator.attrgetter("_compiled_call_impl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +496,7 @@ class ModuleSink(WeightSink):
         Returns a number that changes with every such change; load targets opened under another
         number are of no use. Raises ManifestMismatchError where the manifest changed.
         """
-        replaced = self._found.refresh()
+        replaced = self._found.refresh(notes_compiled=self._chooses)
         before, self._held = self._held, self._hold()
         try:
             self._note_changes(before, replaced=replaced)
@@ -711,8 +746,7 @@ class ModuleSink(WeightSink):
         return alone - self._sharing  # not counted, where both have a storage of their own
 
     def _choose_swap(self) -> Swap:
-        compiled = any(map(_COMPILED, self._found.modules)) or self._found.wrapped
-        return "copy" if compiled or self.gpus else "pointer"
+        return "copy" if self._found.compiled or self.gpus else "pointer"
 
 
 def _transient(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -882,7 +916,7 @@ class _PointerTarget(_StagedTarget):
         if not spare.has_storage_alone():  # before its addresses are used
             spare.take_new_storage()
             self._behind = None
-        target, current = lines_of(layout, spare.memory), lines_of(layout, in_use.memory)
+        target, current = spare.lines_of(layout), in_use.lines_of(layout)
         if target is None or current is None:
             return None
         if self._behind is None or not spare.is_unused():
@@ -956,6 +990,7 @@ class _Arena:
         self._buffer = arena.allocate(destinations.nbytes, sink.device)
         self._former: list[torch.Tensor] = []
         self._users_of_buffer = _users(self._buffer)
+        self._lines: tuple[StreamLayout, int, LineMemory] | None = None
         self.memory = destinations.in_arena(self._buffer)
         self.assign(destinations, sink)
         self._own = self._storage()
@@ -1005,6 +1040,17 @@ class _Arena:
     def _storage(self) -> tuple[int, int]:
         """Return the address of the storage, and the number of its users."""
         return self._buffer.data_ptr(), _users(self._buffer)
+
+    def lines_of(self, layout: StreamLayout) -> LineMemory | None:
+        """Return the lines of the memory; None where it has none that a delta can be written to."""
+        known, address = self._lines, self._buffer.data_ptr()
+        if known is not None and known[0] is layout and known[1] == address:
+            return known[2]
+        found = lines_of(layout, self.memory)
+        # Others have views of their own of the memory, which would then be in use.
+        keeps = found is not None and found.is_flat
+        self._lines = (layout, address, found) if keeps and found is not None else None
+        return found
 
     def adopt_current(self) -> None:
         """Move the module's weights into this arena, except tensors that cannot move."""
