@@ -53,10 +53,10 @@ def test_units_are_read_when_their_last_tensor_is_written() -> None:
     held = tensors()
     early, units = early_of(held)
     assert len(units) > 4
-    early.note({0: held[0], 1: held[1]})
+    early.note({0: held[0], 1: held[1]}, {})
     assert taken(early, held) == {}, "the first unit has another tensor"
     for i, tensor in enumerate(held):
-        early.note({i: tensor})
+        early.note({i: tensor}, {})
     assert taken(early, held) == {i: unit() for i, unit in enumerate(units)}
     assert taken(early, held) == {}, "it is for one update"
 
@@ -80,12 +80,12 @@ def test_what_is_written_since_is_not_given(write: Callable[[torch.Tensor], None
     optimizer_steps.install()
     held = tensors()
     early, units = early_of(held)
-    early.note(dict(enumerate(held)))
+    early.note(dict(enumerate(held)), {})
     write(held[3])
     found = early.take(held)
     assert 0 < len(found) < len(units)
-    early.note(dict(enumerate(held[:-1])))
-    early.note({4: held[4]})
+    early.note(dict(enumerate(held[:-1])), {})
+    early.note({4: held[4]}, {})
     if write is not elsewhere:
         assert taken(early, held) == {i: unit() for i, unit in enumerate(units)}
 
@@ -93,7 +93,7 @@ def test_what_is_written_since_is_not_given(write: Callable[[torch.Tensor], None
 def test_another_tensor_in_the_place_of_one_is_not_given() -> None:
     held = tensors()
     early, _ = early_of(held)
-    early.note(dict(enumerate(held)))
+    early.note(dict(enumerate(held)), {})
     others = [nn.Parameter(tensor.detach()) for tensor in held]
     assert early.take(others) == {}
 
@@ -104,11 +104,11 @@ def test_no_window_stays_open() -> None:
     before = len(optimizer_steps._windows)
     for _ in range(3):
         for i, tensor in enumerate(held):
-            early.note({i: tensor})
+            early.note({i: tensor}, {})
         assert len(optimizer_steps._windows) == before + len(held)
-    early.note(dict(enumerate(held)))
+    early.note(dict(enumerate(held)), {})
     assert len(optimizer_steps._windows) == before + 1
-    early.note({0: torch.zeros(300)})  # not in registered memory
+    early.note({0: torch.zeros(300)}, {})  # not in registered memory
     early.close()
     early.close()
     assert len(optimizer_steps._windows) == before

@@ -35,8 +35,9 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
     """Send four steps; return how many units of each were known before, of how many, and whether
     the receiver has the trainer's bits.
 
-    `when` `written` is called: after the step, of one layer (`part`), before another write
-    (`early`), on the second rank alone (`second`), or `never`.
+    `when` `written` is called: after the step, of one layer (`part`), before another step
+    (`early`), before a write to one DTensor (`write`), on the second rank alone (`second`), or
+    `never`.
     """
     trainer, served = model(), model()
     for layer in trainer:
@@ -67,6 +68,9 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
                 sender.written()
             if when == "early":
                 optimizer.step()
+            if when == "write":
+                with torch.no_grad():
+                    next(trainer[2].parameters()).mul_(1.5)
             optimizer.zero_grad()
             report = sender.send_weights()
             assert (report.gathered, report.verified) == ({}, "held")
@@ -84,6 +88,7 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
         ("step", [1.0, 1.0]),
         ("part", [0.25, 0.25]),
         ("early", [0.0, 0.0]),
+        ("write", [0.75, 0.75]),
         ("second", [0.0, 1.0]),
         ("never", [0.0, 0.0]),
     ],

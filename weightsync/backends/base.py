@@ -486,11 +486,16 @@ class HeldMemory:
         """Return whether this engine moved tensor `index` of the source to `address`."""
         return False
 
-    def read_ahead(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def read_ahead(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        counting: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
         """Fingerprint tensors that have the values of the next update, if this engine can.
 
         Called between updates, in the trainer's thread, which does not wait for a GPU. `tensors`
-        are the source's stable ones by their index. What was written since is fingerprinted again.
+        are the source's stable ones by their index, and `counting` has further tensors on which
+        torch counts writes to them. What was written since is fingerprinted again.
         """
 
     def usage(self, names: Mapping[int, str]) -> list[SharedMemoryUsage]:

@@ -480,6 +480,13 @@ class SourceOfUpdate:
         """Return views of the bases that are in use: they follow where these are moved."""
         return SourceMemory(self._given).views()
 
+    def counting(self) -> dict[str, list[torch.Tensor]]:
+        """Return further tensors on which torch counts writes to stable ones, by these' names."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in SourceMemory(self._given).counting():
+            found.setdefault(name, []).append(tensor)
+        return found
+
     @property
     def belong_together(self) -> Mapping[str, str]:
         """The tensors of which none is sent without the other one."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from msgspec import structs
@@ -108,6 +108,18 @@ _CAST_NBYTES = 4 << 20
 """Most memory for the casts of boxes that are summed up: they were sent from somewhere else."""
 
 
+class _Known(NamedTuple):
+    """What this rank sends, until the next update: see `note_written`.
+
+    `boxes` has the indices of a model's tensor in the stable ones, and `counting` tensors on which
+    torch counts writes to those, by their names.
+    """
+
+    stable: list[torch.Tensor]
+    boxes: Mapping[int, Sequence[int]]
+    counting: Mapping[str, Sequence[torch.Tensor]]
+
+
 class RankWorker:
     """Executes rank 0's commands on one rank. `engines` has the engines by backend, bases first.
 
@@ -125,7 +137,7 @@ class RankWorker:
 
     address: str | None = None
     _places: dict[str, int] | None = None
-    _known: list[torch.Tensor] | None = None
+    _known: _Known | None = None
 
     def __init__(
         self,
@@ -497,15 +509,18 @@ class RankWorker:
         if not self.engines:  # released: nothing would drop what is known of the tensors
             return
         if self._known is None:  # a module of thousands of tensors is inspected once for an update
-            self._known = source.stable_tensors() or []
+            stable = source.stable_tensors() or []
+            boxes: dict[int, list[int]] = {}
+            for i, index in enumerate(streamed.stream.indices if streamed else range(len(stable))):
+                boxes.setdefault(index, []).append(i)
+            self._known = _Known(stable, boxes, source.counting())
             source.refresh()
-        indices = {self._places[name] for name in named}
-        if streamed is not None:
-            boxes = enumerate(streamed.stream.indices)
-            indices = {i for i, index in boxes if index in indices}
-        tensors = {i: self._known[i] for i in indices}
+        known = self._known
+        read = [(i, n) for n in named for i in known.boxes.get(self._places[n], ())]
+        tensors = {i: known.stable[i] for i, _ in read}
+        counting = {i: known.counting[name] for i, name in read if name in known.counting}
         for engine in self.engines.values():
-            part(engine, HeldMemory).read_ahead(tensors)
+            part(engine, HeldMemory).read_ahead(tensors, counting)
 
     def _check_moved(self) -> CommandResult:
         """Return whether registered memory has moved. Raises in a block that sent too much."""

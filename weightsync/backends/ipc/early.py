@@ -26,11 +26,18 @@ _KEPT_BATCHES = 256
 """Groups of copy units whose tables are kept: a trainer writes the same layers at each step."""
 
 
+_Version = tuple[weakref.ref[torch.Tensor], int]
+
+
 class _Stamp(NamedTuple):
-    """A tensor as it was said to be written, and the optimizer steps that began since."""
+    """A tensor as it was said to be written, and the optimizer steps that began since.
+
+    `counting` are further tensors on which torch counts writes to it.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     version: int
+    counting: Sequence[_Version]
     window: StepWindow
 
 
@@ -58,10 +65,15 @@ class EarlyFingerprints:
         self._found: dict[int, Callable[[], int]] = {}
         self._batches: dict[tuple[int, ...], Batch] = {}
 
-    def note(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def note(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        counting: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
         """Read the units that these tensors complete; on a GPU enqueued on a stream of its own.
 
-        `tensors` are stable ones by their index. Those that are not in registered memory themselves
+        `tensors` are stable ones by their index, and `counting` has those on which torch counts
+        writes to them, where there are others. Tensors that are not in registered memory themselves
         (copied there by the update), and inference tensors, are left to the update.
         """
         window = StepWindow()
@@ -72,7 +84,8 @@ class EarlyFingerprints:
             self._drop(index)
             version = version_of(tensor)
             if version >= 0 and address_of(tensor) == self._addresses[index]:
-                self._stamps[index] = _Stamp(weakref.ref(tensor), version, window)
+                others = [(weakref.ref(t), version_of(t)) for t in counting.get(index, ())]
+                self._stamps[index] = _Stamp(weakref.ref(tensor), version, others, window)
                 self._windows[window] += 1
         if not self._windows[window]:
             window.close()
@@ -101,6 +114,7 @@ class EarlyFingerprints:
             or version_of(tensors[index]) != stamp.version
             or address_of(tensors[index]) != self._addresses[index]
             or storage_address(tensors[index]) in written[stamp.window]
+            or any(map(_has_moved_on, stamp.counting))
         }
         found = {
             unit: read
@@ -151,6 +165,12 @@ class EarlyFingerprints:
         batch.launch()
         for place, unit in enumerate(units):
             self._found[unit] = partial(_fingerprint, batch, place)
+
+
+def _has_moved_on(then: _Version) -> bool:
+    find, version = then
+    tensor = find()
+    return tensor is None or version_of(tensor) != version
 
 
 def _fingerprint(batch: Batch, place: int) -> int:

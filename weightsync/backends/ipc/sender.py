@@ -339,7 +339,11 @@ class IpcTrainerEngine(RingEngine):
             return self._begin_packed(list(readers), packer, given, stable)
         return self._begin_unpacked(list(readers), stable)
 
-    def read_ahead(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def read_ahead(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        counting: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
         """Fingerprint registered memory whose tensors have the values of the next update."""
         if self._memory is None or not self.manifest.nbytes:
             return
@@ -348,7 +352,7 @@ class IpcTrainerEngine(RingEngine):
             addresses = [flat.data_ptr() for flat in self._memory.tensors]
             early = EarlyFingerprints(self._whole, units, addresses)
             self._early = self._kept.enter_context(closing(early))
-        self._early.note(tensors)
+        self._early.note(tensors, counting)
 
     def _units_in_place(self, memory: SharedStream | DeviceStream) -> list[CompiledUnit]:
         if self._in_place is None:
