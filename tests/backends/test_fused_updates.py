@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Literal
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import weightsync as ws
 from tests.weights.fused_cases import HostKernel
-from weightsync.backends.ipc.sender import cuda_ring
+from weightsync.backends import ring
+from weightsync.backends.base import TransferOptions
+from weightsync.backends.ipc.sender import IpcTrainerEngine, cuda_ring, cuda_rings
 from weightsync.cuda.tiles import Tiles
 from weightsync.weights.copying import fused
 from weightsync.weights.copying.copy_plan import DeviceCopyUnit, Memory
@@ -168,6 +171,38 @@ def test_a_ring_on_a_gpu_has_few_large_buckets(
     nbytes: int, by_launches: bool, ring: tuple[int, int]
 ) -> None:
     assert cuda_ring(nbytes, by_launches=by_launches) == ring
+
+
+def test_a_gpu_without_room_gets_a_smaller_ring() -> None:
+    large = [(GIB // 2, 2), (GIB // 4, 2), (GIB // 8, 2), (64 * MIB, 2), (32 * MIB, 2)]
+    assert cuda_rings(16 * GIB, by_launches=True) == large
+    assert cuda_rings(GIB, by_launches=True) == [(GIB, 1), *large[1:]]
+    assert cuda_rings(MIB, by_launches=False) == [(32 * MIB, 2)]
+    assert cuda_rings(16 * GIB, by_launches=True, bucket_nbytes=MIB) == [(MIB, 2)]
+
+
+@pytest.mark.parametrize("room", [128 * MIB, 63 * MIB])
+def test_an_update_through_a_smaller_ring(
+    kernel: CountingKernel, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no room for two units either, the engine is not made."""
+    genuine = ring.Buckets.__init__
+
+    def full(self: ring.Buckets, number: int, nbytes: int, device: torch.device) -> None:
+        if number * nbytes > room:
+            raise torch.OutOfMemoryError("planted")
+        genuine(self, number, nbytes, device)
+
+    monkeypatch.setattr(ring.Buckets, "__init__", full)
+    source = ws.StateDictSource({"w": torch.ones(200 * MIB, dtype=torch.uint8)})
+    options = TransferOptions(packed=True)
+    if room < 64 * MIB:
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            IpcTrainerEngine(source, options, "cuda_ipc")
+        return
+    with closing(IpcTrainerEngine(source, options, "cuda_ipc")) as engine:
+        assert (engine.shape.bucket_nbytes, engine.shape.num_buckets) == (64 * MIB, 2)
+        assert len(engine.shape.layout(source.manifest).chunks) == 4
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 1024, 1 << 30])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -137,6 +138,8 @@ class ReaderProgress:
         return max((self.taken_nbytes(reader) for reader in self._before), default=0)
 
 
+logger = logging.getLogger(__name__)
+
 STAGED_BUCKET_NBYTES = 8 << 20
 """For copies from a GPU to the host: large enough that the start of a copy costs little."""
 CUDA_RING_NBYTES = 1 << 30
@@ -152,6 +155,7 @@ def cuda_ring(
     by_launches: bool,
     bucket_nbytes: int | None = None,
     num_buckets: int | None = None,
+    most_nbytes: int = CUDA_RING_NBYTES,
 ) -> tuple[int, int]:
     """Return the bytes of a bucket, and the number of buckets, for `nbytes` of weights on a GPU.
 
@@ -160,11 +164,37 @@ def cuda_ring(
     spare bucket: one GPU does not run the kernels of both at the same time. What the trainer makes
     tensor by tensor has two buckets, so that it makes the next ones while a receiver loads.
     """
-    fits = nbytes <= CUDA_RING_NBYTES
+    fits = nbytes <= most_nbytes
     number = num_buckets or (1 if fits and by_launches and not bucket_nbytes else CUDA_BUCKETS)
-    most = CUDA_RING_NBYTES // number // ALIGNMENT * ALIGNMENT
+    most = most_nbytes // number // ALIGNMENT * ALIGNMENT
     share = aligned(max(-(-nbytes // number), CUDA_UNIT_NBYTES))
     return aligned(bucket_nbytes or max(min(share, most), ALIGNMENT)), number
+
+
+def cuda_rings(
+    nbytes: int,
+    *,
+    by_launches: bool,
+    bucket_nbytes: int | None = None,
+    num_buckets: int | None = None,
+) -> list[tuple[int, int]]:
+    """Return `cuda_ring`, and smaller ones for a GPU that has no room for it, down to two units.
+
+    A bucket that is given is not made smaller.
+    """
+    found: dict[tuple[int, int], None] = {}
+    most_nbytes = CUDA_RING_NBYTES
+    while most_nbytes >= CUDA_BUCKETS * CUDA_UNIT_NBYTES:
+        ring = cuda_ring(
+            nbytes,
+            by_launches=by_launches,
+            bucket_nbytes=bucket_nbytes,
+            num_buckets=num_buckets,
+            most_nbytes=most_nbytes,
+        )
+        found[ring] = None
+        most_nbytes //= 2
+    return list(found)
 
 
 class IpcTrainerEngine(RingEngine):
@@ -195,34 +225,22 @@ class IpcTrainerEngine(RingEngine):
         ring_on_gpu = on_gpu and packed
         self._unit_nbytes = CUDA_UNIT_NBYTES if on_gpu else UNIT_NBYTES
         self._whole = StreamLayout(self.manifest, unit_nbytes=self._unit_nbytes)
+        rings = [_host_ring(options)]
         if ring_on_gpu:
-            bucket_nbytes, num_buckets = cuda_ring(
+            rings = cuda_rings(
                 self._whole.nbytes,
                 by_launches=stable is not None,
                 bucket_nbytes=options.bucket_nbytes,
                 num_buckets=options.num_buckets,
             )
-        else:
-            bucket_nbytes, num_buckets = _host_ring(options)
-        entries = max(
-            num_buckets * units_per_chunk(bucket_nbytes, self._unit_nbytes),
-            len(self._whole.units),
-            1,
-        )
-        self._shape = RingShape(
-            num_readers=MAX_READERS + MAX_RELAYS,
-            entries=entries,
-            unit_nbytes=self._unit_nbytes,
-            num_buckets=num_buckets,
-            bucket_nbytes=bucket_nbytes,
-        )
         self._relays = 0
         self._kept = ExitStack()
         keep = self._kept.enter_context
         try:
             gpu = options.device if on_gpu else None
             device = options.device if ring_on_gpu else torch.device("cpu")
-            self._ring = keep(closing(Ring(self._shape, device, gpu)))
+            self._ring = keep(closing(self._ring_of(rings, device, gpu)))
+            self._shape = self._ring.shape
             self._control = self._ring.control
             self._stage = None if on_gpu else stage(self._ring.buckets, options.device)
             memory = (
@@ -247,6 +265,27 @@ class IpcTrainerEngine(RingEngine):
         self._written_nbytes = 0
         self._update: Callable[[Check], None] | None = None
         self._begun: tuple[StreamLayout, RingUpdate] | None = None
+
+    def _ring_of(
+        self, rings: Sequence[tuple[int, int]], device: torch.device, gpu: torch.device | None
+    ) -> Ring:
+        """Return the first of these rings, bytes and number of buckets, for which there is room."""
+        for bucket_nbytes, num_buckets in rings:
+            units = num_buckets * units_per_chunk(bucket_nbytes, self._unit_nbytes)
+            shape = RingShape(
+                num_readers=MAX_READERS + MAX_RELAYS,
+                entries=max(units, len(self._whole.units), 1),
+                unit_nbytes=self._unit_nbytes,
+                num_buckets=num_buckets,
+                bucket_nbytes=bucket_nbytes,
+            )
+            try:
+                return Ring(shape, device, gpu)
+            except torch.OutOfMemoryError as exc:
+                full = exc
+                size = num_buckets * bucket_nbytes / 1e6
+                logger.warning("%s has no room for a ring of %.0f MB", device, size)
+        raise full
 
     @property
     def shape(self) -> RingShape:
