@@ -462,6 +462,7 @@ def test_updates_and_deltas_of_a_module_that_is_quantized(
     scheme: Any, apply: Any, delta: Any
 ) -> None:
     """What a delta carries are the quantized bytes that changed."""
+    torch.manual_seed(0)  # a row that has the largest value of a block changes the whole block
     model = Linears()
     source = ws.QuantizedSource(model, scheme)
     served = Held(source)
