@@ -36,8 +36,8 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
     the receiver has the trainer's bits.
 
     `when` `written` is called: after the step, of one layer (`part`), before another step
-    (`early`), before a write to one DTensor (`write`), on the second rank alone (`second`), or
-    `never`.
+    (`early`), before a write to one DTensor (`write`), before the module is moved (`moved`), on the
+    second rank alone (`second`), or `never`.
     """
     trainer, served = model(), model()
     for layer in trainer:
@@ -71,6 +71,8 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
             if when == "write":
                 with torch.no_grad():
                     next(trainer[2].parameters()).mul_(1.5)
+            if when == "moved":
+                trainer.double().float()
             optimizer.zero_grad()
             report = sender.send_weights()
             assert (report.gathered, report.verified) == ({}, "held")
@@ -89,6 +91,7 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
         ("part", [0.25, 0.25]),
         ("early", [0.0, 0.0]),
         ("write", [0.75, 0.75]),
+        ("moved", [0.0, 0.0]),
         ("second", [0.0, 1.0]),
         ("never", [0.0, 0.0]),
     ],

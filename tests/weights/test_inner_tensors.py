@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -493,6 +494,72 @@ def test_a_write_through_a_parameter_while_it_is_sent_fails_the_update(kind: str
         assert_kept(server, before)
         sender.send_weights()
         assert_same(server, trainer)
+
+
+def test_a_callable_that_makes_its_tensors_has_two_at_a_time() -> None:
+    """The last one and the next one; also when it is called at `connect`."""
+    trainer = model_of("contract", 0)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(6):
+            weight = contract(trainer[0].weight.dequantize())
+            made.append(weakref.ref(weight.qdata))
+            alive.append(sum(find() is not None for find in made))
+            yield f"{i}.weight", weight
+            del weight
+
+    source = IterableSource(tensors)
+    assert sum(1 for _ in source.tensors()) == 18
+    assert len(alive) == 12
+    assert max(alive) == 2
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_a_server_in_inference_mode_takes_deltas(handles: bool) -> None:
+    pytest.importorskip("numba")
+    trainer, server = model_of("contract", 0), model_of("contract", 1)
+    with torch.inference_mode():
+        receiver = ws.WeightReceiver(server)
+
+    def handle(message: Any, **given: Any) -> Any:
+        with torch.inference_mode(handles):
+            return receiver.handle(message, **given)
+
+    with closing(receiver), ws.connect(trainer, to=handle, delta="always") as sender:
+        sender.send_weights()
+        for step in range(3):
+            with torch.no_grad():
+                trainer[1].bias += 1
+            report = sender.send_weights()
+            assert report.delta is not None
+            assert report.delta.lines > 0
+            assert report.delta.nbytes < 1000
+            assert_same(server, trainer)
+            if step == 0:  # walked anew, in inference mode
+                server[0].scale = nn.Identity()
+                sender.send_weights()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_write_through_a_parameter_after_written_is_read_again(replaces: bool) -> None:
+    """Also where the module is walked anew, which forgets what was counted until then."""
+    trainer, server = model_of("contract, nested", 0), model_of("contract, nested", 1)
+    with (
+        closing(ws.WeightReceiver(server)) as receiver,
+        ws.connect(trainer, to=receiver.handle) as sender,
+    ):
+        sender.send_weights()
+        for seed in (2, 3):
+            sender.written()
+            with torch.no_grad():
+                trainer[1].weight.copy_(model_of("contract, nested", seed)[1].weight)
+            if replaces:
+                trainer[0].replaced = nn.Identity()
+            assert len(differ(server, trainer)) > 1
+            assert sender.send_weights().verified == "held"
+            assert_same(server, trainer)
 
 
 @pytest.mark.parametrize("kind", ["generator", "callable"])

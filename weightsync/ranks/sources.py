@@ -481,7 +481,10 @@ class SourceOfUpdate:
         return SourceMemory(self._given).views()
 
     def counting(self) -> dict[str, list[torch.Tensor]]:
-        """Return further tensors on which torch counts writes to stable ones, by these' names."""
+        """Return further tensors on which torch counts writes to stable ones, by these' names.
+
+        Those of torchao, whose inner tensors are stable ones, by their own names.
+        """
         found: dict[str, list[torch.Tensor]] = {}
         for name, tensor in SourceMemory(self._given).counting():
             found.setdefault(name, []).append(tensor)

@@ -82,6 +82,7 @@ from weightsync.ranks.update_source import (
 )
 from weightsync.runtime.interpreter_exit import TorchCalls
 from weightsync.shm.wait import Heartbeat
+from weightsync.specs import owner_of
 from weightsync.tensors import TORCH_DTYPES, contiguous_bytes
 from weightsync.weights.copying.fingerprint import parts_of
 from weightsync.weights.copying.layout import StreamLayout
@@ -112,12 +113,17 @@ class _Known(NamedTuple):
     """What this rank sends, until the next update: see `note_written`.
 
     `boxes` has the indices of a model's tensor in the stable ones, and `counting` tensors on which
-    torch counts writes to those, by their names.
+    torch counts writes to those, by their names, or by that of the parameter that they are in.
     """
 
     stable: list[torch.Tensor]
     boxes: Mapping[int, Sequence[int]]
     counting: Mapping[str, Sequence[torch.Tensor]]
+
+    def counting_of(self, name: str) -> Sequence[torch.Tensor]:
+        """Return the further tensors on which torch counts writes to a model's tensor."""
+        owner = name if name in self.counting else owner_of(name, self.counting)
+        return () if owner is None else self.counting[owner]
 
 
 class RankWorker:
@@ -518,7 +524,7 @@ class RankWorker:
         known = self._known
         read = [(i, n) for n in named for i in known.boxes.get(self._places[n], ())]
         tensors = {i: known.stable[i] for i, _ in read}
-        counting = {i: known.counting[name] for i, name in read if name in known.counting}
+        counting = {i: known.counting_of(name) for i, name in read} if known.counting else {}
         for engine in self.engines.values():
             part(engine, HeldMemory).read_ahead(tensors, counting)
 

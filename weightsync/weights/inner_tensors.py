@@ -63,7 +63,8 @@ class InnerTensors:
         self._counts = list(map(version_of, self.wrappers))
         self._look: _Look | None = None
         device = next(iter(self.parts.values())).device
-        self.marker = torch.empty(0, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # torch counts no writes to an inference tensor
+            self.marker = torch.empty(0, dtype=torch.uint8, device=device)
 
     def is_current(self) -> bool:
         """Whether the tensor still has this description, and these very tensors inside.

@@ -25,14 +25,14 @@ from weightsync.weights.copying.layout import StreamLayout
 _KEPT_BATCHES = 256
 """Groups of copy units whose tables are kept: a trainer writes the same layers at each step."""
 
-
-_Version = tuple[weakref.ref[torch.Tensor], int]
+_Version = tuple[torch.Tensor, int]
 
 
 class _Stamp(NamedTuple):
     """A tensor as it was said to be written, and the optimizer steps that began since.
 
-    `counting` are further tensors on which torch counts writes to it.
+    `counting` are further tensors on which torch counts writes to it. There are no weak references
+    to these: while there are, `Module.to` fails for DTensors and tensors of torchao.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -84,7 +84,7 @@ class EarlyFingerprints:
             self._drop(index)
             version = version_of(tensor)
             if version >= 0 and address_of(tensor) == self._addresses[index]:
-                others = [(weakref.ref(t), version_of(t)) for t in counting.get(index, ())]
+                others = [(t, version_of(t)) for t in counting.get(index, ())]
                 self._stamps[index] = _Stamp(weakref.ref(tensor), version, others, window)
                 self._windows[window] += 1
         if not self._windows[window]:
@@ -168,9 +168,8 @@ class EarlyFingerprints:
 
 
 def _has_moved_on(then: _Version) -> bool:
-    find, version = then
-    tensor = find()
-    return tensor is None or version_of(tensor) != version
+    tensor, version = then
+    return version_of(tensor) != version
 
 
 def _fingerprint(batch: Batch, place: int) -> int:

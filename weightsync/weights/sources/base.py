@@ -761,7 +761,8 @@ class IterableSource:
     def _describe(self, pairs: NamedTensors) -> tuple[TensorSpec, ...]:
         specs = []
         states = {}
-        for name, tensor in checked_pairs(pairs, self._dtype, expansion=self._expansion()):
+        expansion = self._expansion(keeps=False)  # of a callable that makes one after the other
+        for name, tensor in checked_pairs(pairs, self._dtype, expansion=expansion):
             self.device_types.add(gathered_device(tensor))
             cast = None if name in self._owners else self._dtype
             specs.append(spec_of(self._rename(name), tensor, cast))
