@@ -18,7 +18,7 @@ from weightsync.weights.copying import arena
 from weightsync.weights.copying.fingerprint import mix64, to_hex
 from weightsync.weights.copying.layout import StreamLayout
 from weightsync.weights.sinks.base import LoadTarget
-from weightsync.weights.sinks.module_sink import ModuleSink
+from weightsync.weights.sinks.module_sink import ModuleSink, ModuleTensors
 
 Way = Literal["pointer", "copy", "in_place"]
 every_way = pytest.mark.parametrize("way", ["pointer", "copy", "in_place"])
@@ -334,3 +334,20 @@ class TestChecksums:
         for _ in range(2):  # it is not forgotten once it was said
             with pytest.raises(ManifestMismatchError, match="make a new WeightReceiver"):
                 sink.checksums()
+
+
+@pytest.mark.parametrize("at", [0, 126, 127, 128, 255, 299])
+def test_a_change_is_seen_wherever_it_is_in_a_large_module(at: int) -> None:
+    """Modules are asked in blocks."""
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))
+    found = ModuleTensors(module)
+    assert not found.refresh()
+    layer: Any = module[at]
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+    assert found.refresh()
+    assert found.tensors[2 * at] is layer.weight
+    layer.compile(backend="eager")
+    assert not found.refresh()
+    assert not found.compiled
+    assert not found.refresh(notes_compiled=True)
+    assert found.compiled
