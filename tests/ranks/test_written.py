@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import weightsync as ws
@@ -37,12 +38,13 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
 
     `when` `written` is called: after the step, of one layer (`part`), before another step
     (`early`), before a write to one DTensor (`write`), before the module is moved (`moved`), on the
-    second rank alone (`second`), or `never`.
+    second rank alone (`second`), or `never`. With `replicas` of the last layer, where each rank has
+    all layers, and sends half of them.
     """
     trainer, served = model(), model()
-    for layer in trainer:
-        fully_shard(layer)
-    fully_shard(trainer)
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    for module in (*trainer, trainer):
+        fully_shard(module, mesh=replicas if when == "replicas" else None)
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
     found: list[tuple[int, int]] = []
     genuine = IpcTrainerEngine._publish_table
@@ -64,6 +66,8 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
             optimizer.step()
             if when == "part":
                 sender.written(["1.weight"])
+            elif when == "replicas":
+                sender.written(["3.weight"])
             elif when != "never" and (when != "second" or rank):
                 sender.written()
             if when == "early":
@@ -93,6 +97,7 @@ def trained(rank: int, when: str) -> tuple[list[tuple[int, int]], list[bool]]:
         ("write", [0.75, 0.75]),
         ("moved", [0.0, 0.0]),
         ("second", [0.0, 1.0]),
+        ("replicas", [0.0, 0.5]),
         ("never", [0.0, 0.0]),
     ],
 )
