@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -724,16 +725,28 @@ def test_a_server_of_sglang_refuses_them_before_it_asks_its_model() -> None:
             sink.difference(manifest).check(partial=False)
 
 
-class Opaque(Int8Tensor):
-    """Under the name of a class that packs for the processor."""
+PACKED = (
+    "CodebookQuantizedPackedTensor",
+    "Float8OpaqueTensor",
+    "Float8Sparse2x4_1DData1DMetadataTensor",
+    "Float8Sparse2x4_2DData2DMetadataTensor",
+    "Int4OpaqueTensor",
+    "Int4PlainInt32Tensor",
+    "Int4PreshuffledTensor",
+    "Int4TilePackedTo4dTensor",
+    "Int8LutTensor",
+    "IntxOpaqueTensor",
+    "UIntxBitPackedTensor",
+)
 
 
-Opaque.__module__ = "torchao.quantization"
-Opaque.__name__ = "IntxOpaqueTensor"
+def opaque(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor under the name of a class that packs for the processor."""
+    return contract(weight, type(name, (Int8Tensor,), {"__module__": "torchao.quantization"}))
 
 
 NOT_WHOLE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "packed": (lambda w: contract(w, Opaque), "it is packed for the processor"),
+    **{name: (partial(opaque, name=name), "it is packed for the processor") for name in PACKED},
     "callable": (lambda w: contract(w, kwargs=len), "its attribute kwargs has a builtin_function"),
     "object": (
         lambda w: contract(w, kwargs=[nn.Identity()]),

@@ -26,11 +26,17 @@ from weightsync.tensors import PLAIN_CLASSES
 _PACKAGE = "torchao"
 _OPAQUE = frozenset(
     {
+        "CodebookQuantizedPackedTensor",
         "Float8OpaqueTensor",
         "Float8Sparse2x4_1DData1DMetadataTensor",
+        "Float8Sparse2x4_2DData2DMetadataTensor",
         "Int4OpaqueTensor",
         "Int4PlainInt32Tensor",
+        "Int4PreshuffledTensor",
+        "Int4TilePackedTo4dTensor",
+        "Int8LutTensor",
         "IntxOpaqueTensor",
+        "UIntxBitPackedTensor",
     }
 )
 """Classes of torchao 0.18 that pack bytes for the kernel of the processor or device that they are
