@@ -339,6 +339,7 @@ def _find_largest(
     `most` is memory of 32 values for each block.
     """
     at = U8(most.ctypes.data)
+    ahead = U8(2) * columns  # the next row, which is fetched while this one is looked at
     most[first * _32 : last * _32] = 0
     exact[first:last] = 0
     for row in range(rows):  # in the order of memory, which is read ahead
@@ -349,6 +350,8 @@ def _find_largest(
             if wide < _LONG:
                 while i + U8(128) <= end:
                     _merge_128(run + i + i, at + U8(64) * j)
+                    for line in range(4):
+                        _fetch(run + i + i + ahead + _64 * U8(line))
                     i += U8(128)
             if i < end:
                 exact[j] = max(exact[j], _largest(run + i + i, end - i))
