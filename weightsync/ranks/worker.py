@@ -112,13 +112,18 @@ _CAST_NBYTES = 4 << 20
 class _Known(NamedTuple):
     """What this rank sends, until the next update: see `note_written`.
 
-    `boxes` has the indices of a model's tensor in the stable ones, and `counting` tensors on which
-    torch counts writes to those, by their names, or by that of the parameter that they are in.
+    `boxes` has the indices of a model's tensor in the stable ones, None where these are the model's
+    own. `counting` has tensors on which torch counts writes to those, by their names, or by that of
+    the parameter that they are in.
     """
 
     stable: list[torch.Tensor]
-    boxes: Mapping[int, Sequence[int]]
+    boxes: Mapping[int, Sequence[int]] | None
     counting: Mapping[str, Sequence[torch.Tensor]]
+
+    def places_of(self, index: int) -> Sequence[int]:
+        """Return the indices in the stable tensors of a model's tensor."""
+        return (index,) if self.boxes is None else self.boxes.get(index, ())
 
     def counting_of(self, name: str) -> Sequence[torch.Tensor]:
         """Return the further tensors on which torch counts writes to a model's tensor."""
@@ -515,14 +520,17 @@ class RankWorker:
         if not self.engines:  # released: nothing would drop what is known of the tensors
             return
         if self._known is None:  # a module of thousands of tensors is inspected once for an update
-            stable = source.stable_tensors() or []
-            boxes: dict[int, list[int]] = {}
-            for i, index in enumerate(streamed.stream.indices if streamed else range(len(stable))):
-                boxes.setdefault(index, []).append(i)
-            self._known = _Known(stable, boxes, source.counting())
+            boxes: dict[int, list[int]] | None = None
+            if streamed is not None:
+                boxes = {}
+                for i, index in enumerate(streamed.stream.indices):
+                    boxes.setdefault(index, []).append(i)
+            self._known = _Known(source.stable_tensors() or [], boxes, source.counting())
             source.refresh()
         known = self._known
-        read = [(i, n) for n in named for i in known.boxes.get(self._places[n], ())]
+        if not known.stable:
+            return
+        read = [(i, n) for n in named for i in known.places_of(self._places[n])]
         tensors = {i: known.stable[i] for i, _ in read}
         counting = {i: known.counting_of(name) for i, name in read} if known.counting else {}
         for engine in self.engines.values():

@@ -64,6 +64,8 @@ from weightsync.weights.sources.base import WeightSource, Writers, WritingSource
 from weightsync.weights.sources.packer import Packer, StagedPacker
 from weightsync.wire.messages import SharedMemoryUsage
 
+logger = logging.getLogger(__name__)
+
 LEAD_NBYTES = 1 << 20
 """Bytes. With 4 MiB verification takes twice as long, without a limit three to four times."""
 STANDSTILL_S = 0.005
@@ -137,8 +139,6 @@ class ReaderProgress:
         """Return the bytes that the furthest reader of an unpacked update has read."""
         return max((self.taken_nbytes(reader) for reader in self._before), default=0)
 
-
-logger = logging.getLogger(__name__)
 
 STAGED_BUCKET_NBYTES = 8 << 20
 """For copies from a GPU to the host: large enough that the start of a copy costs little."""
